@@ -1,0 +1,1 @@
+"""ddtree_jax: Kimi K2.6 in JAX, decoded with DDTree speculation."""

@@ -1,0 +1,89 @@
+"""Products with INT4 weights, dense and grouped by expert: the checked entries."""
+
+from ddtree_jax.arrays import F32, I32, Array, Float
+from ddtree_jax.pallas.int4_matmul.reference import (
+    int4_grouped_swiglu_reference,
+    int4_matmul_reference,
+)
+from ddtree_jax.pallas.select import Implementation, select
+from ddtree_jax.quant import Int4Weight
+
+__all__ = ["int4_grouped_swiglu", "int4_matmul"]
+
+_DENSE = {"reference": int4_matmul_reference}
+_GROUPED = {"reference": int4_grouped_swiglu_reference}
+
+
+def int4_matmul(
+    x: Float[Array, "T inputs"],
+    weight: Int4Weight,
+    *,
+    implementation: Implementation = "auto",
+) -> Float[Array, "T out"]:
+    """Returns `x @ w.T` for the bfloat16 weight w that `weight` stands for.
+
+    Numerics: w is bfloat16(q · scale); products are accumulated in float32 and
+    rounded once to the dtype of `x`.
+
+    Raises:
+      ValueError: The inner sizes differ; both shapes are named.
+      NotImplementedError: The chosen implementation does not exist.
+    """
+    weight.validate()
+    if x.ndim != 2 or len(weight.shape) != 2 or x.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"int4_matmul: x has shape {x.shape}, expected [T, inputs] for a weight "
+            f"[out, inputs] of shape {weight.shape}"
+        )
+    return select("int4_matmul", implementation, _DENSE)(x, weight)
+
+
+def int4_grouped_swiglu(
+    x: Float[Array, "T M"],
+    gate: Int4Weight,
+    up: Int4Weight,
+    down: Int4Weight,
+    layer: I32[Array, ""],
+    expert_ids: I32[Array, "T k"],
+    expert_weights: F32[Array, "T k"],
+    *,
+    implementation: Implementation = "auto",
+) -> F32[Array, "T M"]:
+    """Returns each token's weighted sum of its experts' SwiGLU feed-forwards.
+
+        y[t] = sum over k of weight[t, k] · down_e( silu(gate_e x[t]) · up_e x[t] ),
+        e = expert_ids[t, k]
+
+    The weights are whole stacks `[layers, experts, out, in]` and `layer` selects
+    one, so that no layer is ever copied out. An id outside 0 .. experts - 1
+    picks nothing; experts that nobody picks are not read and may hold NaN.
+    A token picks an expert at most once.
+
+    Shapes are per device: with the inner width split over devices the result is
+    a partial sum. The function contains no collective.
+
+    Numerics: weights as in `int4_matmul`; float32 accumulation; the result is
+    float32, for the caller to add the shared expert to before rounding.
+
+    Raises:
+      ValueError: The arguments contradict each other; both shapes are named.
+      NotImplementedError: The chosen implementation does not exist.
+    """
+    layers, experts, inner, hidden = gate.shape
+    expected = {
+        "up": (up.shape, (layers, experts, inner, hidden)),
+        "down": (down.shape, (layers, experts, hidden, inner)),
+        "x": (x.shape, (x.shape[0], hidden)),
+        "expert_weights": (expert_weights.shape, expert_ids.shape),
+        "expert_ids": (expert_ids.shape, (x.shape[0], expert_ids.shape[-1])),
+    }
+    for weight in (gate, up, down):
+        weight.validate()
+    for name, (got, want) in expected.items():
+        if got != want:
+            raise ValueError(
+                f"int4_grouped_swiglu: {name} has shape {got}, expected {want} "
+                f"from gate {gate.shape}"
+            )
+    run = select("int4_grouped_swiglu", implementation, _GROUPED)
+    return run(x, gate, up, down, layer, expert_ids, expert_weights)

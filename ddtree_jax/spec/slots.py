@@ -1,0 +1,44 @@
+"""Owns how a slot of the state is handed to a request and taken back."""
+
+from typing import NamedTuple
+
+import jax
+
+from ddtree_jax.arrays import F32, I32, U32, Array
+from ddtree_jax.spec.sampling import Sampling
+from ddtree_jax.spec.state import SpecState
+
+
+class Assignment(NamedTuple):
+    """What a request brings into its slot; see `SpecState` and `Sampling`."""
+
+    page_table: I32[Array, "P"]
+    max_context_len: I32[Array, ""]
+    tree_budget: I32[Array, ""]
+    temperature: F32[Array, ""]
+    top_k: I32[Array, ""]
+    top_p: F32[Array, ""]
+    min_p: F32[Array, ""]
+    seed: U32[Array, ""]
+
+
+def assign(state: SpecState, slot: I32[Array, ""], a: Assignment) -> SpecState:
+    """Returns the state with `slot` empty, idle and owned by a new request."""
+    new = Sampling(a.temperature, a.top_k, a.top_p, a.min_p, a.seed)
+    return state._replace(
+        page_table=state.page_table.at[slot].set(a.page_table),
+        context_len=state.context_len.at[slot].set(0),
+        max_context_len=state.max_context_len.at[slot].set(a.max_context_len),
+        tree_budget=state.tree_budget.at[slot].set(a.tree_budget),
+        active=state.active.at[slot].set(False),
+        sampling=jax.tree.map(lambda old, x: old.at[slot].set(x), state.sampling, new),
+    )
+
+
+def release(state: SpecState, slot: I32[Array, ""]) -> SpecState:
+    """Returns the state with `slot` idle and without pages."""
+    return state._replace(
+        context_len=state.context_len.at[slot].set(0),
+        max_context_len=state.max_context_len.at[slot].set(0),
+        active=state.active.at[slot].set(False),
+    )
