@@ -6,6 +6,10 @@ reads every form of it); no number of Kimi K2.6 is a default here.
 
 import dataclasses
 import math
+from pathlib import Path
+from typing import Literal
+
+from ddtree_jax.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,3 +134,56 @@ class DraftConfig:
     def draft_horizon(self) -> int:
         """Positions that one draft predicts: the block without its root."""
         return self.draft_block_size - 1
+
+
+DEFAULT_MAX_CONTEXT_LEN = 8192
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What an engine is made of.
+
+    Attributes:
+      model: Converted checkpoint directory of the target.
+      draft: That of the drafter. None takes `model`/draft if it exists;
+        without a drafter decoding is plain.
+      devices: Devices of the mesh; None takes all.
+      slots: Requests that run at once.
+      tree_budget: Draft nodes a step, without the root; 0 is plain decoding.
+      page_size: Tokens a page.
+      max_context_len: Most tokens of a request, prompt and answer; None takes
+        the model's limit, but at most `DEFAULT_MAX_CONTEXT_LEN`.
+      num_pages: Pages of the cache; None takes enough for all slots at
+        `max_context_len`.
+      prefill_chunk: Most prompt tokens that one forward pass takes.
+      dtype: Of activations, caches and unquantised weights.
+      latent_norm_eps: Overrides `ModelConfig.latent_norm_eps`.
+      rope_amplitude: Overrides `DraftConfig.rope_amplitude`.
+    """
+
+    model: Path
+    draft: Path | None = None
+    devices: int | None = None
+    slots: int = 8
+    tree_budget: int = 32
+    page_size: int = 64
+    max_context_len: int | None = None
+    num_pages: int | None = None
+    prefill_chunk: int = 256
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    latent_norm_eps: float | None = None
+    rope_amplitude: float | None = None
+
+    def __post_init__(self):
+        """Raises ConfigError for a size that is no size."""
+        least = {"slots": 1, "tree_budget": 0, "page_size": 1, "prefill_chunk": 1}
+        for name in ("devices", "max_context_len", "num_pages"):
+            if getattr(self, name) is not None:
+                least[name] = 1
+        for name, bound in least.items():
+            if getattr(self, name) < bound:
+                raise ConfigError(
+                    f"{name} must be at least {bound}, got {getattr(self, name)}"
+                )
+        if self.dtype not in ("bfloat16", "float32"):
+            raise ConfigError(f"dtype must be bfloat16 or float32, got {self.dtype!r}")

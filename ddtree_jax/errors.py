@@ -1,12 +1,12 @@
 """Owns the exception tree. Does not know about arrays, files or HTTP.
 
     DDTreeError
-    ├── ConfigError        a config.json (or a flag) is missing, contradictory or unsupported
-    ├── CheckpointError    a checkpoint file or tensor is missing, truncated or not as declared
-    │   └── UnsupportedFormatError   a recognised format that is refused by name
-    ├── TokenizerError     tokenizer files are unusable
-    ├── RequestError       a request that cannot be honoured; `param` names the field
-    └── EngineError        the engine stopped, or a step reported a fault
+    ├── ConfigError          config.json or a flag is missing, wrong or unsupported
+    ├── CheckpointError      a file or tensor is missing, truncated or not as declared
+    │   └── UnsupportedFormatError     a recognised format that is refused by name
+    ├── TokenizerError       tokenizer files are unusable
+    ├── RequestError         a request cannot be honoured; `param` names the field
+    └── EngineError          the engine stopped, or a step reported a fault
 
 Every message is one line that names the file, tensor, field or flag and says
 what was expected.

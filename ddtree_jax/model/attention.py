@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from ddtree_jax.arrays import F32, I32, U32, Array, Float
 from ddtree_jax.config import ModelConfig
 from ddtree_jax.model.cache import LatentCache
-from ddtree_jax.model.layers import project, rms_norm
+from ddtree_jax.model.layers import contract, project, rms_norm
 from ddtree_jax.model.params import MlaAttention
 from ddtree_jax.model.rope import rotate_interleaved
 from ddtree_jax.pallas import tree_mla_attention
@@ -81,7 +81,5 @@ def mla_partial(
         softmax_scale=c.softmax_scale,
     )
     value = project("bnhl,hdl->bnhd", attended, p.v_up[...])
-    out = jnp.einsum(
-        "bnhd,mhd->bnm", value, p.o[...], preferred_element_type=jnp.float32
-    )
+    out = contract("bnhd,mhd->bnm", value, p.o[...])
     return out, tail

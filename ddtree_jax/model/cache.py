@@ -7,14 +7,13 @@ Pages hold committed tokens only; the rows of a running step are its tail.
 Does not know which requests own which pages.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from ddtree_jax.arrays import I32, Array, Float
 from ddtree_jax.config import DraftConfig, ModelConfig
-from ddtree_jax.model.params import Axes
 
 
 class LatentCache(NamedTuple):
@@ -31,12 +30,19 @@ class DraftCache(NamedTuple):
     value: Float[Array, "layers pages S kv_heads head_dim"]
 
 
-LATENT_AXES = LatentCache(
-    latent=("layer", "page", "page_row", "latent"),
-    rope=("layer", "page", "page_row", "rope"),
+def _page_axes(*row: str) -> Any:
+    return ("layer", "page", "page_row", *row)
+
+
+LATENT_AXES = LatentCache(latent=_page_axes("latent"), rope=_page_axes("rope"))
+DRAFT_AXES = DraftCache(
+    key=_page_axes("kv_heads", "head_dim"), value=_page_axes("kv_heads", "head_dim")
 )
-_DRAFT_AXES: Axes = ("layer", "page", "page_row", "kv_heads", "head_dim")
-DRAFT_AXES = DraftCache(key=_DRAFT_AXES, value=_DRAFT_AXES)
+
+
+def abstract_array(shape: tuple[int, ...], dtype) -> Any:
+    """Returns a shape and dtype to stand where a pytree has an array."""
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def abstract_latent_cache(
@@ -45,8 +51,8 @@ def abstract_latent_cache(
     """Returns the shapes of the target's pages."""
     shape = (c.num_hidden_layers, num_pages, page_size)
     return LatentCache(
-        latent=jax.ShapeDtypeStruct((*shape, c.kv_lora_rank), dtype),
-        rope=jax.ShapeDtypeStruct((*shape, c.qk_rope_head_dim), dtype),
+        latent=abstract_array((*shape, c.kv_lora_rank), dtype),
+        rope=abstract_array((*shape, c.qk_rope_head_dim), dtype),
     )
 
 
@@ -56,7 +62,7 @@ def abstract_draft_cache(
     """Returns the shapes of the drafter's pages."""
     page = (page_size, c.num_key_value_heads, c.head_dim)
     shape = (c.num_hidden_layers, num_pages, *page)
-    array = jax.ShapeDtypeStruct(shape, dtype)
+    array = abstract_array(shape, dtype)
     return DraftCache(key=array, value=array)
 
 

@@ -11,7 +11,14 @@ from ddtree_jax.arrays import I32, Array, Float
 from ddtree_jax.config import DraftConfig
 from ddtree_jax.mesh import TENSOR
 from ddtree_jax.model.cache import DraftCache
-from ddtree_jax.model.layers import all_reduce, embed, project, rms_norm, swiglu_partial
+from ddtree_jax.model.layers import (
+    all_reduce,
+    contract,
+    embed,
+    project,
+    rms_norm,
+    swiglu_partial,
+)
 from ddtree_jax.model.params import DFlash, DraftLayers
 from ddtree_jax.model.rope import cos_sin, rotate_halves, yarn_inv_freq
 
@@ -87,9 +94,7 @@ def draft_hidden(
         query = rotate_halves(query, *rotation)
         context = DraftCache(*(_rows(a, page_table, committed) for a in pages))
         mixed = _attend(query, context, _keys_values(h, p, c, rotation), committed)
-        out = jnp.einsum(
-            "bthd,mhd->btm", mixed, p.o[...], preferred_element_type=jnp.float32
-        )
+        out = contract("bthd,mhd->btm", mixed, p.o[...])
         x += all_reduce(out, x.dtype)
         h = rms_norm(x, p.post_norm[...], c.rms_norm_eps)
         return x + all_reduce(swiglu_partial(h, p.mlp), x.dtype), None

@@ -18,22 +18,30 @@ def rms_norm(
     return normed * along_last(weight, x.ndim)
 
 
+def contract(subscripts: str, x: Array, weight: Array) -> F32[Array, "..."]:
+    """Returns the einsum of two arrays of one dtype, accumulated in float32."""
+
+    def native(x: Array, weight: Array) -> Array:
+        return jnp.einsum(subscripts, x, weight, preferred_element_type=jnp.float32)
+
+    def widened(x: Array, weight: Array) -> Array:
+        # XLA's CPU backend lacks the mixed product; products of two bfloat16 are
+        # exact in float32, so this is the same function.
+        return jnp.einsum(subscripts, x.astype(jnp.float32), weight.astype(jnp.float32))
+
+    return jax.lax.platform_dependent(x, weight, cpu=widened, default=native)
+
+
 def project(subscripts: str, x: Array, weight: Array) -> Array:
-    """Returns the einsum, accumulated in float32 and rounded to the dtype of x."""
-    out = jnp.einsum(subscripts, x, weight, preferred_element_type=jnp.float32)
-    return out.astype(x.dtype)
+    """Returns `contract`, rounded to the dtype of x."""
+    return contract(subscripts, x, weight).astype(x.dtype)
 
 
 def swiglu_partial(x: Float[Array, "B N M"], mlp: Mlp) -> F32[Array, "B N M"]:
     """Returns this device's part of down(silu(gate x) · up x), in float32."""
     gate = project("bnm,im->bni", x, mlp.gate[...])
     up = project("bnm,im->bni", x, mlp.up[...])
-    return jnp.einsum(
-        "bni,mi->bnm",
-        jax.nn.silu(gate) * up,
-        mlp.down[...],
-        preferred_element_type=jnp.float32,
-    )
+    return contract("bni,mi->bnm", jax.nn.silu(gate) * up, mlp.down[...])
 
 
 def all_reduce(partial: F32[Array, "B N M"], dtype) -> Float[Array, "B N M"]:
@@ -55,4 +63,4 @@ def head_logits(
     head: Float[Array, "V_local M"], hidden: Float[Array, "B N M"]
 ) -> F32[Array, "B N V_local"]:
     """Returns the logits of this device's range of the vocabulary."""
-    return jnp.einsum("bnm,vm->bnv", hidden, head, preferred_element_type=jnp.float32)
+    return contract("bnm,vm->bnv", hidden, head)

@@ -21,7 +21,6 @@ from ddtree_jax.mesh import named_sharding, partition_spec
 from ddtree_jax.quant import GROUP_SIZE, NIBBLES_PER_WORD, Int4Weight
 
 type Axes = tuple[str | None, ...]
-type Dims = dict[str | None, int]
 
 
 def _param(shape: tuple[int, ...], axes: Axes, dtype=jnp.bfloat16) -> nnx.Param:
@@ -162,7 +161,7 @@ def named_parameters(model: nnx.Module) -> dict[str, nnx.Param]:
 def map_parameters[M: nnx.Module](
     function: Callable[[str, nnx.Param], object], model: M
 ) -> M:
-    """Returns `model` with each parameter's value replaced by `function(path, param)`."""
+    """Returns `model` with `function(path, param)` in place of every value."""
     names = named_parameters(model)
     values = [function(path, param) for path, param in names.items()]
     paths = {path: value for path, value in zip(names, values, strict=True)}
@@ -200,7 +199,7 @@ def with_shardings[M: nnx.Module](model: M, mesh: Mesh, *, dtype=None) -> M:
 
 def check_divisible(config: ModelConfig | DraftConfig, num_devices: int) -> None:
     """Raises ConfigError when `num_devices` do not split what the mesh splits."""
-    units: Dims = {
+    units = {
         "vocab_size": 1,
         "num_attention_heads": 1,
         "intermediate_size": 1,

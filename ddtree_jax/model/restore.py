@@ -5,7 +5,9 @@ manifest is written last, so a directory without one is not complete. Does not
 know about other checkpoint formats or the names in them.
 """
 
+import itertools
 import json
+import math
 from pathlib import Path
 from typing import Literal
 
@@ -122,6 +124,7 @@ def _restore[M: nnx.Module](
     directory: Path, manifest: dict, model: M, mesh: Mesh, dtype: DTypeLike
 ) -> M:
     _check_manifest(directory, manifest, model)
+    _check_files(directory, manifest)
     abstract = with_shardings(model, mesh, dtype=dtype)
     tree: dict = {}
     for path, parameter in named_parameters(abstract).items():
@@ -129,12 +132,12 @@ def _restore[M: nnx.Module](
         node = tree
         for parent in parents:
             node = node.setdefault(parent, {})
-        node[name] = parameter[...]
+        node[name] = parameter.get_value()
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             tree = checkpointer.restore((directory / PARAMS).absolute(), tree)
-    except (OSError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())
+    except Exception as error:  # Orbax raises the bare class for unreadable chunks
+        reason = " ".join(str(error.__cause__ or error).split())
         raise CheckpointError(
             f"{directory / PARAMS} cannot be restored: {reason}"
         ) from error
@@ -161,3 +164,27 @@ def _check_manifest(directory: Path, manifest: dict, model: nnx.Module) -> None:
                 f"{path}: {name} is {got[0]} {got[1]}; expected {expected[0]} "
                 f"{expected[1]} from config.json"
             )
+
+
+def _check_files(directory: Path, manifest: dict) -> None:
+    """Raises CheckpointError unless every chunk is there, and as long as it must be.
+
+    Orbax finds this too, but only while it reads, and says it at great length.
+    """
+    for name, entry in manifest["tensors"].items():
+        array = directory / PARAMS / name.replace("/", ".")
+        chunk, itemsize = entry["chunk"], jax.numpy.dtype(entry["dtype"]).itemsize
+        counts = [n // c for n, c in zip(entry["shape"], chunk, strict=True)]
+        nbytes = math.prod(chunk) * itemsize
+        _check_file(array / "zarr.json", None)
+        for index in itertools.product(*map(range, counts)):
+            _check_file(array.joinpath("c", *map(str, index)), nbytes)
+
+
+def _check_file(path: Path, nbytes: int | None) -> None:
+    try:
+        size = path.stat().st_size
+    except OSError:
+        raise CheckpointError(f"{path} is missing; the manifest names it") from None
+    if nbytes is not None and size != nbytes:
+        raise CheckpointError(f"{path} has {size} bytes; expected {nbytes}")

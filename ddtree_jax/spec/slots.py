@@ -1,6 +1,6 @@
 """Owns how a slot of the state is handed to a request and taken back."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -10,16 +10,19 @@ from ddtree_jax.spec.state import SpecState
 
 
 class Assignment(NamedTuple):
-    """What a request brings into its slot; see `SpecState` and `Sampling`."""
+    """What a request brings into its slot; see `SpecState` and `Sampling`.
 
-    page_table: I32[Array, "P"]
-    max_context_len: I32[Array, ""]
-    tree_budget: I32[Array, ""]
-    temperature: F32[Array, ""]
-    top_k: I32[Array, ""]
-    top_p: F32[Array, ""]
-    min_p: F32[Array, ""]
-    seed: U32[Array, ""]
+    The arrays may be NumPy's: they come from the host.
+    """
+
+    page_table: I32[Any, "P"]
+    max_context_len: I32[Any, ""]
+    tree_budget: I32[Any, ""]
+    temperature: F32[Any, ""]
+    top_k: I32[Any, ""]
+    top_p: F32[Any, ""]
+    min_p: F32[Any, ""]
+    seed: U32[Any, ""]
 
 
 def assign(state: SpecState, slot: I32[Array, ""], a: Assignment) -> SpecState:

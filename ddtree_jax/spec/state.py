@@ -4,7 +4,7 @@ Does not know how pages are allocated to requests, or what a request is.
 """
 
 import enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,11 @@ from ddtree_jax.model.cache import (
     LATENT_AXES,
     DraftCache,
     LatentCache,
+    abstract_array,
     abstract_draft_cache,
     abstract_latent_cache,
 )
-from ddtree_jax.model.params import Axes, DFlash, KimiK2
+from ddtree_jax.model.params import DFlash, KimiK2
 from ddtree_jax.spec.sampling import Sampling
 
 
@@ -88,11 +89,12 @@ class StepResult(NamedTuple):
 
 def state_axes(*, with_draft: bool) -> SpecState:
     """Returns the logical axes of every array of a state."""
-    slot: Axes = (None,)
+    slot: Any = (None,)
+    page_table: Any = (None, None)
     return SpecState(
         cache=LATENT_AXES,
         draft_cache=DRAFT_AXES if with_draft else None,
-        page_table=(None, None),
+        page_table=page_table,
         context_len=slot,
         max_context_len=slot,
         root_token=slot,
@@ -115,26 +117,20 @@ def abstract_state(
 ) -> SpecState:
     """Returns shapes, dtypes and shardings of a state; nothing is allocated."""
     size = {"num_pages": num_pages, "page_size": page_size, "dtype": dtype}
-    of_slot = {
-        name: jax.ShapeDtypeStruct((slots,), dtype)
-        for name, dtype in {
-            "i32": jnp.int32,
-            "f32": jnp.float32,
-            "u32": jnp.uint32,
-            "bool": jnp.bool_,
-        }.items()
-    }
-    i32, f32 = of_slot["i32"], of_slot["f32"]
+    i32, f32, u32, boolean = (
+        abstract_array((slots,), each)
+        for each in (jnp.int32, jnp.float32, jnp.uint32, jnp.bool_)
+    )
     shapes = SpecState(
         cache=abstract_latent_cache(config, **size),
         draft_cache=draft_config and abstract_draft_cache(draft_config, **size),
-        page_table=jax.ShapeDtypeStruct((slots, pages_per_slot), jnp.int32),
+        page_table=abstract_array((slots, pages_per_slot), jnp.int32),
         context_len=i32,
         max_context_len=i32,
         root_token=i32,
         tree_budget=i32,
-        active=of_slot["bool"],
-        sampling=Sampling(f32, i32, f32, f32, of_slot["u32"]),
+        active=boolean,
+        sampling=Sampling(f32, i32, f32, f32, u32),
     )
     axes = state_axes(with_draft=draft_config is not None)
     return jax.tree.map(

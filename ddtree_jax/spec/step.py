@@ -118,9 +118,7 @@ def _step(
         rows = LatentCache(
             *(jnp.take_along_axis(a, path[None, ..., None], axis=2) for a in out.tail)
         )
-        features = jnp.take_along_axis(
-            out.features, path[..., None, None], axis=1
-        )
+        features = jnp.take_along_axis(out.features, path[..., None, None], axis=1)
         state = _commit(
             params,
             state,
@@ -143,15 +141,16 @@ def _step(
 def _draft_tree(
     params: Params, state: SpecState, dc: DraftConfig | None, num_nodes: int
 ) -> DraftTree:
-    if num_nodes == 1 or dc is None or params.draft is None:
+    draft, draft_cache = params.draft, state.draft_cache
+    if num_nodes == 1 or dc is None or draft is None or draft_cache is None:
         return chain(state.root_token[:, None], jnp.ones_like(state.root_token))
     with jax.named_scope("draft"):
         hidden = draft_hidden(
-            params.draft,
+            draft,
             dc,
             params.target.embed[...],
             root_token=state.root_token,
-            cache=state.draft_cache,
+            cache=draft_cache,
             page_table=state.page_table,
             context_len=state.context_len,
         )

@@ -53,9 +53,7 @@ def chain(tokens: I32[Array, "B N"], count: I32[Array, "B"]) -> DraftTree:
     )
 
 
-def ancestor_mask(
-    parent: I32[Array, "B N"], *, max_depth: int
-) -> Bool[Array, "B N N"]:
+def ancestor_mask(parent: I32[Array, "B N"], *, max_depth: int) -> Bool[Array, "B N N"]:
     """Says which tree nodes each tree node may attend to.
 
     Entry `[b, i, j]` is true when `j` is `i` itself or lies on the path from

@@ -1,0 +1,66 @@
+"""Owns the writing of a checkpoint's manifest, its mark of success."""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from convert.leaf import Leaf
+from convert.plan import Plan
+from ddtree_jax.model.restore import FORMAT, MANIFEST, VERSION, Kind
+
+_TOOLS = ("jax", "numpy", "orbax-checkpoint", "tensorstore")
+
+
+def write_manifest(
+    directory: Path,
+    *,
+    kind: Kind,
+    source: Path,
+    plan: Plan,
+    digests: Mapping[str, str],
+    files: Sequence[str],
+) -> None:
+    """Writes manifest.json, which makes `directory` a complete checkpoint.
+
+    Args:
+      digests: SHA-256 of every leaf of `plan`, by path.
+      files: The data files that were copied.
+    """
+    manifest = {
+        "format": FORMAT,
+        "version": VERSION,
+        "kind": kind,
+        "source": {"format": "huggingface-safetensors", "directory": source.name},
+        "tools": {name: importlib.metadata.version(name) for name in _TOOLS},
+        "total_bytes": sum(leaf.nbytes for leaf in (*plan.params, *plan.extra)),
+        "weight_shape_dtype": plan.weight_shape_dtype,
+        "files": {name: _file_entry(directory / name) for name in files},
+        "tensors": {leaf.path: _entry(leaf, digests) for leaf in plan.params},
+        "extra": {leaf.path: _entry(leaf, digests) for leaf in plan.extra},
+    }
+    temporary = directory / f".{MANIFEST}"
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump(manifest, file, indent=1)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(directory / MANIFEST)
+
+
+def _entry(leaf: Leaf, digests: Mapping[str, str]) -> dict[str, object]:
+    return {
+        "shape": list(leaf.shape),
+        "dtype": leaf.dtype.name,
+        "chunk": list(leaf.layout()[0]),
+        "sha256": digests[leaf.path],
+        "source": leaf.pattern,
+    }
+
+
+def _file_entry(path: Path) -> dict[str, object]:
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"bytes": path.stat().st_size, "sha256": digest}

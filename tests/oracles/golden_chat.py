@@ -1,0 +1,82 @@
+"""Makes chat.json: prompts by transformers' Jinja and tiktoken, and their answers."""
+
+import base64
+import json
+from pathlib import Path
+
+import tiktoken
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from .checkpoint_files import write_json
+from .decode import greedy, reply
+from .load import load_target
+from .margins import check
+
+TOKENS = 32
+# name, messages, keyword arguments of the template
+CONVERSATIONS = (
+    (
+        "single_turn",
+        [{"role": "user", "content": "What is a tree?"}],
+        {},
+    ),
+    (
+        "history",
+        [
+            {"role": "system", "content": "Answer in one line."},
+            {"role": "user", "content": "Name a colour."},
+            {"role": "assistant", "content": "Grün – green."},
+            {"role": "user", "content": "Another one, please."},
+        ],
+        {},
+    ),
+    (
+        "no_thinking",
+        [{"role": "user", "content": "Count to five: 一, 二, …"}],
+        {"thinking": False},
+    ),
+)
+
+
+def _encoding(target: Path) -> tiktoken.Encoding:
+    """The tokenizer of a checkpoint whose tokens are bytes and special tokens."""
+    config = json.loads((target / "tokenizer_config.json").read_text())
+    lines = (target / "tiktoken.model").read_text().splitlines()
+    pairs = (line.split() for line in lines)
+    return tiktoken.Encoding(
+        target.name,
+        pat_str=r"[\s\S]",  # bytes never merge, so words may be cut anywhere
+        mergeable_ranks={base64.b64decode(token): int(rank) for token, rank in pairs},
+        special_tokens={
+            entry["content"]: int(token_id)
+            for token_id, entry in config["added_tokens_decoder"].items()
+        },
+    )
+
+
+def build(directory: Path, target: Path) -> None:
+    """Writes chat.json into `directory` for the checkpoint `target`."""
+    model, encoding = load_target(target), _encoding(target)
+    template = (target / "chat_template.jinja").read_text()
+    entries = []
+    for name, messages, kwargs in CONVERSATIONS:
+        [rendered], _ = render_jinja_template(
+            [messages], chat_template=template, add_generation_prompt=True, **kwargs
+        )
+        ids = encoding.encode(rendered, allowed_special="all")
+        tokens, _ = greedy(model, f"chat {name}", ids, TOKENS)
+        entries.append(
+            {
+                "name": name,
+                "messages": messages,
+                "chat_template_kwargs": kwargs,
+                "rendered": rendered,
+                "prompt_ids": ids,
+                "max_tokens": TOKENS,
+                "tokens": tokens,
+                **reply(tokens),
+            }
+        )
+    reasons = {entry["finish_reason"] for entry in entries}
+    check(len(reasons) == 2, f"the chats end with {reasons} only")
+    write_json(directory / "chat.json", entries)

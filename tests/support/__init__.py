@@ -1,0 +1,1 @@
+"""What tests share: one comparator, one tolerance table, poison, trees, weights."""
