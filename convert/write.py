@@ -5,6 +5,7 @@ by `_LeafHandler`, slab by slab through TensorStore, as zarr3 in the layout of
 Orbax's NumPy handler, so that the standard handlers restore it.
 """
 
+import asyncio
 import concurrent.futures
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -55,6 +56,8 @@ class _LeafHandler(ocp.type_handlers.TypeHandler):
     def __init__(self, reporter: Reporter):
         self.digests: dict[str, str] = {}
         self._reporter = reporter
+        # Orbax starts all leaves at once; each holds slabs, so memory would add up.
+        self._one_at_a_time = asyncio.Lock()
 
     def typestr(self) -> str:
         return ocp.type_handlers.NumpyHandler().typestr()
@@ -65,7 +68,8 @@ class _LeafHandler(ocp.type_handlers.TypeHandler):
         for leaf, info in zip(values, infos, strict=True):
             await info.await_path_creation()
             try:
-                self.digests[leaf.path] = await self._write(leaf, info.path)
+                async with self._one_at_a_time:
+                    self.digests[leaf.path] = await self._write(leaf, info.path)
             except ValueError as error:  # TensorStore's, for a full disk and the like
                 raise CheckpointError(f"{leaf.path}: not written: {error}") from error
         return []

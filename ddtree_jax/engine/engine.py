@@ -140,13 +140,17 @@ class Engine:
         prompt = request.prompt_ids
         if not prompt:
             raise RequestError("the prompt is empty; expected 1 token", param="prompt")
-        wrong = next((i for i in prompt if not 0 <= i < self._vocab_size), None)
-        if wrong is not None:
-            raise RequestError(
-                f"token id {wrong} is outside the vocabulary 0 .. "
-                f"{self._vocab_size - 1}",
-                param="prompt",
-            )
+        for param, ids in (
+            ("prompt", prompt),
+            ("stop_token_ids", request.stop_token_ids),
+        ):
+            wrong = next((i for i in ids if not 0 <= i < self._vocab_size), None)
+            if wrong is not None:
+                raise RequestError(
+                    f"{param}: token id {wrong} is outside the vocabulary "
+                    f"0 .. {self._vocab_size - 1}",
+                    param=param,
+                )
         total = len(prompt) + request.max_tokens
         if total > self.max_context_len:
             raise RequestError(

@@ -226,7 +226,7 @@ class _Record:
             "seconds": round(time.monotonic() - self._started, 3),
         }
         # JSON, so that nothing a caller wrote can look like a line of its own.
-        _log.info(str(body_user)) if (body_user := facts["user"]) else None
+        _log.info(msgspec.json.encode(facts).decode())
 
 
 class _EventStream(StreamingResponse):

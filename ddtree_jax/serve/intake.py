@@ -138,11 +138,8 @@ def public_param(
     error: RequestError, body: CompletionRequest | ChatRequest
 ) -> RequestError:
     """Returns `error` with the engine's field name replaced by the caller's."""
-    names = {
-        "prompt_ids": "prompt",
-        "max_tokens": body.token_limit[0],
-    }
+    names = {"max_tokens": body.token_limit[0]}
     if isinstance(body, ChatRequest):
-        names |= {"prompt_ids": "messages", "prompt": "messages"}
+        names["prompt"] = "messages"
     param = error.param and names.get(error.param, error.param)
     return RequestError(str(error), param=param)

@@ -5,7 +5,6 @@ inside, everything is per-device code under one `shard_map`. There is no host
 callback and no transfer in them. Plain decoding is the same step with budget 0.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -32,8 +31,8 @@ from ddtree_jax.spec.state import (
 )
 from ddtree_jax.spec.tree import DraftTree, ancestor_mask, build, chain, chain_bits
 
-type StepFunction = Callable[[Params, SpecState], tuple[SpecState, StepResult]]
-type PrefillFunction = Callable[..., tuple[SpecState, StepResult]]
+type StepFunction = jax.stages.Wrapped
+type PrefillFunction = jax.stages.Wrapped
 
 
 def make_step(

@@ -9,9 +9,9 @@ import pytest
 from convert.leaf import CHUNK_SPLITS, MAX_CHUNK_BYTES, Leaf
 from convert.rules import target_rules
 from ddtree_jax.config import ModelConfig, YarnConfig
+from ddtree_jax.hf_config.doctor import PUBLISHED_ROPE, PUBLISHED_TARGET
 from ddtree_jax.mesh import MESH_AXES
 from ddtree_jax.model.params import KimiK2, named_parameters
-from ddtree_jax.hf_config.doctor import PUBLISHED_ROPE, PUBLISHED_TARGET
 
 # kimi-k2.6's language model without its weight_shape tensors of 2 int32 each.
 PUBLISHED_BYTES = 594_205_904_896 - 60 * 384 * 3 * 8

@@ -119,6 +119,13 @@ def test_render_equals_jinja_to_the_byte(messages, declared, thinking, keep, pro
     assert KIMI.decode_bytes(ids) == want.encode()
 
 
+def test_blanks_around_blocks_are_those_of_hugging_face():
+    source = "a\n  {% if true %}\n  b\n  {% endif %}\n {{ messages[0].content }}\n\n"
+    want = "a\n  b\n hi\n"
+    assert jinja(source, messages=[user()]) == want
+    assert template(source).render([user()]) == want
+
+
 def test_turns_as_kimi_was_trained_on_them():
     messages = [
         {"role": "system", "content": "You are a helpful assistant."},

@@ -170,6 +170,14 @@ def test_held_text_comes_out_when_the_cap_ends_the_answer():
     )
 
 
+def test_a_stop_string_may_be_completed_by_the_end_itself():
+    half = "好".encode()[:2]
+    _, outputs = run([97, *half], [], max_tokens=3, stop=["\ufffd"])
+    assert joined(outputs) == ([97, *half], "a", "stop")
+    _, outputs = run([97, *half], [], max_tokens=3, stop=["x"])
+    assert joined(outputs) == ([97, *half], "a\ufffd", "length")
+
+
 def test_the_earliest_of_two_stop_strings_cuts():
     (token,) = [i for i in range(256, 400) if KIMI.token_bytes(i) == b" the"]
     _, outputs = run([97, token, 98], [], max_tokens=9, stop=["he", " th"])

@@ -142,6 +142,13 @@ def test_field(schema, lines):
     assert field(schema) == lines
 
 
+def test_fields_are_in_name_order_whatever_order_they_come_in():
+    parameters = {"properties": {"b": {}, "a": {}}}
+    function = {"name": "f", "parameters": parameters}
+    text = declare_tools([{"type": "function", "function": function}])
+    assert "{\n  a?: any,\n  b?: any\n}" in text
+
+
 def test_definitions_come_before_the_function_that_uses_them():
     node = {
         "type": "object",

@@ -22,7 +22,7 @@ def test_logits_equal_transformers(tiny, golden, prompt, chunks):
     data = golden("target_forward")
     ids = data[f"ids_{prompt}"]
     result = run_in_chunks(tiny, ids, CHUNKS[chunks](len(ids)))
-    assert_close("logits, float32", result.logits[0], data[f"logits_{prompt}"])
+    assert_close("golden logits", result.logits[0], data[f"logits_{prompt}"])
 
 
 def test_hidden_states_and_features_equal_transformers(tiny, golden):
@@ -33,8 +33,8 @@ def test_hidden_states_and_features_equal_transformers(tiny, golden):
     result = run_in_chunks(tiny, ids, [len(ids)], feature_layers=layers)
     for slot, layer in enumerate(layers):
         want = data["hidden_states_0"][layer + 1]
-        assert_close("logits, float32", result.features[0, :, slot], want)
-    assert_close("logits, float32", result.hidden[0], data["final_norm_0"])
+        assert_close("golden hidden states", result.features[0, :, slot], want)
+    assert_close("golden hidden states", result.hidden[0], data["final_norm_0"])
 
 
 def test_other_latent_epsilon_is_visible(tiny1, tiny_checkpoint, golden):

@@ -7,12 +7,20 @@ from pathlib import Path
 import tiktoken
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from tiny.tokenizer_files import SPECIAL_OFFSETS, special_token_id
+
 from .checkpoint_files import write_json
 from .decode import greedy, reply
 from .load import load_target
 from .margins import check
 
 TOKENS = 32
+# Tokens that give an answer more parts than its text.
+STRUCTURE = {
+    special_token_id(name)
+    for name in SPECIAL_OFFSETS
+    if "think" in name or "tool_call" in name
+}
 # name, messages, keyword arguments of the template
 CONVERSATIONS = (
     (
@@ -26,7 +34,7 @@ CONVERSATIONS = (
             {"role": "system", "content": "Answer in one line."},
             {"role": "user", "content": "Name a colour."},
             {"role": "assistant", "content": "Grün – green."},
-            {"role": "user", "content": "Another one, please."},
+            {"role": "user", "content": "A darker one?"},
         ],
         {},
     ),
@@ -65,6 +73,7 @@ def build(directory: Path, target: Path) -> None:
         )
         ids = encoding.encode(rendered, allowed_special="all")
         tokens, _ = greedy(model, f"chat {name}", ids, TOKENS)
+        check(STRUCTURE.isdisjoint(tokens), f"chat {name}: the answer has parts")
         entries.append(
             {
                 "name": name,

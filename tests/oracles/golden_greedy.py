@@ -13,12 +13,14 @@ from .load import load_target
 from .margins import check
 
 TOKENS = 48
-# Lengths, and names for the draw: the first ones tried with which the margins hold.
-RANDOM_PROMPTS = ((1, "a"), (17, "a"), (40, "a"), (64, "a"))
+# Bytes, and which draw. Prompts were tried until every margin held, both stop tokens
+# occurred, and of the completions some were stopped and some were not.
+RANDOM_PROMPTS = ((1, "b"), (17, "g"), (40, "a"), (64, "a"))
 TEXT_PROMPTS = (
     "café",
-    "Why is the sky blue, and not red?",
-    "x" * 100,
+    "How far is the moon? Now, please!",
+    "Nobody sleeps near the old bridge; in German one says “über den Fluß”, "
+    "in Japanese 川を渡..",
     "你好世界",
 )
 

@@ -37,9 +37,8 @@ from .tiny_target_config import (
 )
 
 MERGED = 4 * VISION_HIDDEN
-# The fifth tried: golden_target.py's margins hold, and its greedy outputs contain
-# both stop tokens.
-_SEED = "tiny_k26/5"
+# The first tried with this vocabulary: golden_target.py's margins hold.
+_SEED = "tiny_k26/1"
 
 
 class _Tensors:

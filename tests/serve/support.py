@@ -142,14 +142,16 @@ class EngineDouble:
         if self.failed:
             raise EngineError(self.failed)
         if not request.prompt_ids:
-            raise RequestError("the prompt is empty", param="prompt_ids")
+            raise RequestError("the prompt is empty", param="prompt")
         if max(request.prompt_ids) >= VOCAB_SIZE:
-            raise RequestError("a token id is out of range", param="prompt_ids")
+            raise RequestError("a token id is out of range", param="prompt")
         if len(request.prompt_ids) + request.max_tokens > self.max_context_len:
             raise RequestError(
                 f"{len(request.prompt_ids)} prompt tokens and max_tokens "
                 f"{request.max_tokens} exceed {self.max_context_len}",
-                param="max_tokens",
+                param="prompt"
+                if len(request.prompt_ids) >= self.max_context_len
+                else "max_tokens",
             )
         with self.lock:
             assert request.request_id not in self.running

@@ -135,7 +135,7 @@ class Decoder:
         *,
         num_nodes: int,
         slots: int = 4,
-        pages_per_slot: int = 9,
+        pages_per_slot: int = 10,
         chunk: int = 32,
     ):
         self.tiny, self.num_nodes, self.chunk = tiny, num_nodes, chunk
