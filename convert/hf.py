@@ -1,5 +1,6 @@
 """Owns the conversion of a Hugging Face checkpoint, target or drafter."""
 
+import contextlib
 import shutil
 import sys
 from pathlib import Path
@@ -68,12 +69,11 @@ def convert_hf(source: Path, destination: Path, *, draft: Path | None) -> None:
     ]
     total = sum(leaf.nbytes for _, plan, _, _ in plans for leaf in _leaves(plan))
     _check_space(destination, total)
-    with staged(destination) as staging:
-        reporter = make_reporter(total)
+    reporting = contextlib.closing(make_reporter(total))
+    with staged(destination) as staging, reporting as reporter:
         # The main directory's manifest is written last.
         for opened, plan, is_target, place in reversed(plans):
             _write(opened, plan, staging / place, is_target, reporter)
-        reporter.close()
     print(f"{destination}: {total} bytes written")
 
 

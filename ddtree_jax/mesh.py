@@ -56,7 +56,11 @@ def make_mesh(num_devices: int | None = None) -> Mesh:
 
 def partition_spec(axes: tuple[str | None, ...]) -> PartitionSpec:
     """Returns the mesh axes of an array whose dimensions have these logical axes."""
-    return PartitionSpec(*(None if a is None else MESH_AXES[a] for a in axes))
+    split = [None if a is None else MESH_AXES[a] for a in axes]
+    # As jit writes it: a spec that means the same but differs would be a new program.
+    while split and split[-1] is None:
+        split.pop()
+    return PartitionSpec(*split)
 
 
 def named_sharding(mesh: Mesh, axes: tuple[str | None, ...]) -> NamedSharding:

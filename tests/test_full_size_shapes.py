@@ -29,6 +29,17 @@ YARN = {
     "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 4096,
 }
+WEIGHTS = {
+    "actorder": None,
+    "block_structure": None,
+    "dynamic": False,
+    "group_size": 32,
+    "num_bits": 4,
+    "observer": "minmax",
+    "strategy": "group",
+    "symmetric": True,
+    "type": "int",
+}
 TARGET_JSON = {
     "architectures": ["KimiK25ForConditionalGeneration"],
     "model_type": "kimi_k25",
@@ -76,17 +87,7 @@ TARGET_JSON = {
                     "input_activations": None,
                     "output_activations": None,
                     "targets": ["Linear"],
-                    "weights": {
-                        "actorder": None,
-                        "block_structure": None,
-                        "dynamic": False,
-                        "group_size": 32,
-                        "num_bits": 4,
-                        "observer": "minmax",
-                        "strategy": "group",
-                        "symmetric": True,
-                        "type": "int",
-                    },
+                    "weights": WEIGHTS,
                 }
             },
         },
@@ -237,7 +238,6 @@ def test_cache_bytes_of_a_token(configs):
 
 
 def test_float32_doubles_all_but_int4_and_bias(configs, mesh):
-    """Exact tests of the real shapes are possible on the same parameter tree."""
     model = KimiK2(configs[0])
     kept = sum(
         math.prod(p.shape) * p.dtype.itemsize

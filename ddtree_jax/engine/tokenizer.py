@@ -183,7 +183,8 @@ def _read_tokenizers(path: Path) -> Tokenizer:
     """
     data = read_json(path)
     _check_byte_level(path, data)
-    added = data.get("added_tokens", [])
+    _backend(path, data)  # The library knows best what a sound file is.
+    added = data.get("added_tokens") or []
     for entry in added:
         flags = [f for f in ("lstrip", "rstrip", "single_word") if entry.get(f)]
         if flags:
@@ -197,10 +198,7 @@ def _read_tokenizers(path: Path) -> Tokenizer:
     data["model"]["vocab"] |= {entry["content"]: entry["id"] for entry in blanks}
     data["added_tokens"] = blanks
     data.update(post_processor=None, truncation=None, padding=None)
-    try:
-        backend = tokenizers.Tokenizer.from_str(json.dumps(data))
-    except Exception as error:  # The library raises bare `Exception`.
-        raise TokenizerError(f"{path}: {error}") from None
+    backend = _backend(path, data)
     pieces = {
         **{i: _byte_level(token) for token, i in backend.get_vocab(False).items()},
         **{entry["id"]: entry["content"].encode() for entry in added},
@@ -211,6 +209,13 @@ def _read_tokenizers(path: Path) -> Tokenizer:
         (entry["id"] for entry in markers if entry.get("special")),
         lambda text: backend.encode(text, add_special_tokens=False).ids,
     )
+
+
+def _backend(path: Path, data: dict[str, Any]) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_str(json.dumps(data))
+    except Exception as error:  # The library raises bare `Exception`.
+        raise TokenizerError(f"{path}: {error}") from None
 
 
 def _check_byte_level(path: Path, data: dict[str, Any]) -> None:

@@ -173,18 +173,31 @@ def _check_files(directory: Path, manifest: dict) -> None:
     """
     for name, entry in manifest["tensors"].items():
         array = directory / PARAMS / name.replace("/", ".")
-        chunk, itemsize = entry["chunk"], jax.numpy.dtype(entry["dtype"]).itemsize
-        counts = [n // c for n, c in zip(entry["shape"], chunk, strict=True)]
-        nbytes = math.prod(chunk) * itemsize
-        _check_file(array / "zarr.json", None)
-        for index in itertools.product(*map(range, counts)):
-            _check_file(array.joinpath("c", *map(str, index)), nbytes)
+        _check_header(array / "zarr.json", entry)
+        itemsize = jax.numpy.dtype(entry["dtype"]).itemsize
+        nbytes = math.prod(entry["chunk"]) * itemsize
+        counts = zip(entry["shape"], entry["chunk"], strict=True)
+        for index in itertools.product(*(range(n // c) for n, c in counts)):
+            path = array.joinpath("c", *map(str, index))
+            if (size := _size(path)) != nbytes:
+                raise CheckpointError(f"{path} has {size} bytes; expected {nbytes}")
 
 
-def _check_file(path: Path, nbytes: int | None) -> None:
+def _check_header(path: Path, entry: dict) -> None:
+    _size(path)
     try:
-        size = path.stat().st_size
+        header = json.loads(path.read_text(encoding="utf-8"))
+        grid = header["chunk_grid"]["configuration"]["chunk_shape"]
+        got = (header["data_type"], header["shape"], grid)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is not a zarr3 array's: {error!r}") from None
+    expected = (entry["dtype"], entry["shape"], entry["chunk"])
+    if got != expected:
+        raise CheckpointError(f"{path} says {got}; expected {expected}")
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
     except OSError:
         raise CheckpointError(f"{path} is missing; the manifest names it") from None
-    if nbytes is not None and size != nbytes:
-        raise CheckpointError(f"{path} has {size} bytes; expected {nbytes}")

@@ -152,9 +152,9 @@ def test_draft_is_no_target(copy):
 
 
 def test_config_of_another_model(copy, config):
-    config["text_config"]["vocab_size"] = 512
+    config["text_config"]["vocab_size"] = 1024
     (copy / "config.json").write_text(json.dumps(config))
-    refused(copy, r"embed is bfloat16 \[256, 128\]; expected bfloat16 \[512, 128\]")
+    refused(copy, r"embed is bfloat16 \[\d+, 128\]; expected bfloat16 \[1024, 128\]")
 
 
 CHUNK = "params/moe.experts.gate.packed/c/1/0/3/0"
@@ -175,11 +175,27 @@ def test_missing_array(copy):
     refused(copy, "params/norm/zarr.json is missing; the manifest names it")
 
 
-# Orbax abandons its other reads when one fails, and their clean-up is loud.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_array_that_is_not_as_the_manifest_says(copy):
+@pytest.mark.parametrize(
+    ("old", "new", "match"),
+    [
+        (
+            "[128]",
+            "[64]",
+            r"says \('bfloat16', \[64\], \[64\]\); expected \('bfloat16', ",
+        ),
+        ("bfloat16", "float16", "says .'float16'"),
+        ("{", "[", "is not a zarr3 array's"),
+        ("data_type", "type", "is not a zarr3 array's: KeyError"),
+    ],
+)
+def test_array_that_is_not_as_the_manifest_says(copy, old, new, match):
     path = copy / "params/norm/zarr.json"
-    path.write_text(path.read_text().replace("[128]", "[64]"))
+    path.write_text(path.read_text().replace(old, new))
+    refused(copy, f"params/norm/zarr.json {match}")
+
+
+def test_orbax_metadata_that_is_missing(copy):
+    (copy / "params/_METADATA").unlink()
     refused(copy, "params cannot be restored: ")
 
 
@@ -188,7 +204,7 @@ def test_array_that_is_not_as_the_manifest_says(copy):
     [
         ("num_attention_heads", 4, "num_attention_heads = 4 does not split over 8"),
         ("moe_intermediate_size", 128, "moe_intermediate_size = 128 does not split"),
-        ("vocab_size", 260, "vocab_size = 260 does not split over 8 devices"),
+        ("vocab_size", 1028, "vocab_size = 1028 does not split over 8 devices"),
     ],
 )
 def test_mesh_that_does_not_divide(copy, config, key, value, match):

@@ -216,6 +216,12 @@ def test_foreign_call_ids_become_kimis_and_kimis_stay():
         *(f"functions.f:{n}" for n in (7, 0, 2, 4, 3, 5)),
         "lost",
     ]
+    # A number that a kept id has is not given twice.
+    text = CHAT.render(turn("functions.f:1", "b"))
+    assert [p.split("<")[0] for p in text.split("<|tool_call_begin|>")[1:]] == [
+        "functions.f:1",
+        "functions.f:2",
+    ]
     # Only Kimi has such ids.
     other = template("{% for m in messages %}{{ m.tool_calls[0].id }}{% endfor %}")
     assert other.render([{"role": "assistant", "tool_calls": [call(id="c")]}]) == "c"

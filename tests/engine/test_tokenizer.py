@@ -377,6 +377,8 @@ class TestTokenizerJson:
             ({"decoder": None}, r"decoder \[None\]; expected ByteLevel"),
             ({"model": {"type": "Unigram"}}, "model Unigram; expected BPE"),
             ({"pre_tokenizer": {"type": "Nope"}}, "tokenizer.json: "),
+            ({"model": {"type": "BPE"}}, "tokenizer.json: "),
+            ({"added_tokens": [{"id": 0}]}, "tokenizer.json: "),
         ],
     )
     def test_other_kinds_are_refused(self, fast, tmp_path, change, match):

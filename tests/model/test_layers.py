@@ -127,8 +127,10 @@ def test_head_logits_of_bfloat16_are_not_rounded():
 
 
 def test_all_reduce_rounds_before_the_sum():
-    """Eight times 1 + 2⁻⁹ is 8 when each is rounded to bfloat16 first."""
-    partial = np.full((1, 1, 1), 1 + 2**-9, np.float32)
-    got = on_mesh(8, lambda x: all_reduce(x, jnp.bfloat16), EVERYWHERE)(partial)
+    """1 + 2⁻⁹ is 1 in bfloat16, so that seven of them and −7 cancel."""
+    partial = np.full((8, 1, 1), 1 + 2**-9, np.float32)
+    partial[3] = -7
+    split = PartitionSpec(TENSOR, None, None)
+    got = on_mesh(8, lambda x: all_reduce(x, jnp.bfloat16), (split,))(partial)
     assert got.dtype == jnp.bfloat16
-    assert got.tolist() == [[[8.0]]]
+    assert got.tolist() == [[[0.0]]]

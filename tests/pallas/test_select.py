@@ -72,5 +72,6 @@ def test_case_names_by_literals():
     assert CASES[0].name == "ci-heads4-batch6-nodes1-context53-page16"
     assert CASES[-1].name == "kimi-heads64-batch32-nodes9-context5632-page64"
     assert CASES[-1].pages_per_request == 88
+    assert CASES[0].pages_per_request == 4
     assert DENSE_CASES[0].name == "ci-m1-k32-n1"
     assert GROUPED_CASES[-1].name == "kimi-ep8-m1024-e48-k7168-n2048"

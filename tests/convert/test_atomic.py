@@ -1,0 +1,127 @@
+"""A conversion ends with a whole destination or none, in bounded memory."""
+
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.convert.command import ROOT, refused, run, shell, wide_config
+from tests.convert.support import TINY, write_sparse
+
+
+def test_disk_that_is_full(tmp_path):
+    done = shell("hf", TINY, tmp_path / "dst", limit="ulimit -f 20")
+    assert done.returncode == 1, done.stderr
+    assert "not written" in done.stderr and "File too large" in done.stderr
+    assert "Traceback" not in done.stderr and list(tmp_path.iterdir()) == []
+
+
+def test_disk_that_is_too_small(capsys, tmp_path):
+    free = shutil.disk_usage(tmp_path).free
+    config = wide_config(vocab_size=8 * (free // (128 * 2 * 8)), pad_token_id=None)
+    write_sparse(tmp_path / "src", config)
+    refused(
+        capsys,
+        "bytes free; expected at least",
+        "hf",
+        tmp_path / "src",
+        tmp_path / "dst",
+    )
+
+
+@pytest.mark.parametrize("parent", ["/proc/nowhere", "file"])
+def test_place_that_cannot_be_written(tmp_path, parent):
+    (tmp_path / "file").write_text("")
+    done = shell("hf", TINY, tmp_path / parent / "dst")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
+
+
+def start_long(tmp_path) -> tuple[subprocess.Popen, Path]:
+    """Starts a conversion of 1 GB and waits until it has begun to write."""
+    config = wide_config(moe_intermediate_size=8192, n_routed_experts=256)
+    write_sparse(tmp_path / "src", config)
+    destination = tmp_path / "dst"
+    command = [sys.executable, "-m", "convert", "hf", tmp_path / "src", destination]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
+    params = tmp_path / ".dst.converting"
+    deadline = time.monotonic() + 60
+    while not any(params.glob("params*/moe.experts*")):
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return process, destination
+
+
+def test_killed_run_leaves_no_destination_and_is_cleaned_up(capsys, tmp_path):
+    process, destination = start_long(tmp_path)
+    refused(capsys, f"another conversion to {destination} is", "hf", TINY, destination)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert not destination.exists()
+    assert (tmp_path / ".dst.converting").exists()
+    code, _, err = run(capsys, "hf", TINY, destination)
+    assert code == 0 and "left by an unfinished conversion" in err
+    assert not (tmp_path / ".dst.converting").exists()
+    assert run(capsys, "inspect", destination)[0] == 0
+
+
+def test_interrupted_run_removes_what_it_wrote(tmp_path):
+    process, _ = start_long(tmp_path)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "interrupted; nothing was written" in err and "Traceback" not in err
+    assert [p.name for p in tmp_path.iterdir()] == ["src"]
+
+
+def test_directory_that_only_looks_like_a_leftover(capsys, tmp_path):
+    staging = tmp_path / ".dst.converting"
+    staging.mkdir()
+    (staging / "mine").write_text("kept")
+    refused(capsys, "is no unfinished conversion", "hf", TINY, tmp_path / "dst")
+    assert (staging / "mine").read_text() == "kept"
+
+
+def test_lock_is_held_while_converting(tmp_path):
+    staging = tmp_path / ".dst.converting"
+    staging.mkdir()
+    with open(staging / ".lock", "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = shell("hf", TINY, tmp_path / "dst")
+    assert done.returncode == 1 and "another conversion to" in done.stderr
+    assert staging.exists()
+
+
+# A process that has imported JAX and Orbax has 0.3 GB; a slab here is ≤ 32 MiB.
+MAX_RSS_BYTES = 450_000_000
+SMALL_CHUNKS = """
+import sys
+import convert.leaf
+convert.leaf.MAX_CHUNK_BYTES = 4 * 2**20
+from convert.__main__ import main
+sys.exit(main(["hf", *sys.argv[1:]]))
+"""
+
+
+def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
+    config = wide_config(
+        hidden_size=2048, moe_intermediate_size=2048, n_routed_experts=40
+    )
+    size = write_sparse(tmp_path / "src", config)
+    assert size > 2 * MAX_RSS_BYTES
+    command = [sys.executable, "-c", SMALL_CHUNKS, tmp_path / "src", tmp_path / "dst"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    assert usage.ru_maxrss * 1024 < MAX_RSS_BYTES, usage.ru_maxrss
