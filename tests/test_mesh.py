@@ -40,18 +40,19 @@ def test_which_axes_are_split():
     assert {MESH_AXES[axis] for axis in SPLIT} == {TENSOR}
 
 
-def test_partition_spec():
+def test_partition_spec_ends_with_the_last_split_axis():
     axes = ("layer", "heads", None, "latent")
-    assert partition_spec(axes) == PartitionSpec(None, TENSOR, None, None)
+    assert partition_spec(axes) == PartitionSpec(None, TENSOR)
+    assert partition_spec(("layer", None)) == PartitionSpec()
     with pytest.raises(KeyError, match="head_dimension"):
         partition_spec(("head_dimension",))
 
 
 def test_latent_pages_are_replicated_and_draft_pages_split_by_heads():
     for axes in LATENT_AXES:
-        assert partition_spec(axes) == PartitionSpec(None, None, None, None)
+        assert partition_spec(axes) == PartitionSpec()
     for axes in DRAFT_AXES:
-        assert partition_spec(axes) == PartitionSpec(None, None, None, TENSOR, None)
+        assert partition_spec(axes) == PartitionSpec(None, None, None, TENSOR)
 
 
 def test_named_sharding_splits_as_the_table_says():

@@ -102,12 +102,12 @@ def test_lock_is_held_while_converting(tmp_path):
     assert staging.exists()
 
 
-# A process that has imported JAX and Orbax has 0.3 GB; a slab here is ≤ 32 MiB.
-MAX_RSS_BYTES = 450_000_000
+# A process that has imported JAX and Orbax has 0.3 GB; a slab here is ≤ 8 MiB.
+MAX_RSS_BYTES = 400_000_000
 SMALL_CHUNKS = """
 import sys
 import convert.leaf
-convert.leaf.MAX_CHUNK_BYTES = 4 * 2**20
+convert.leaf.MAX_CHUNK_BYTES = 2**20
 from convert.__main__ import main
 sys.exit(main(["hf", *sys.argv[1:]]))
 """

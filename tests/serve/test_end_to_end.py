@@ -1,10 +1,10 @@
 """The whole path as a user has it: a checkpoint, a process, the `openai` client.
 
-Needs the fixture `tiny_checkpoint`: the directory of a converted target checkpoint
-with a drafter and a chat template. What the texts are compared with is the engine
-run in this process on the same directory, one request at a time.
+Greedy answers are compared with transformers' (tests/golden), sampled ones with the
+engine run in this process without speculation, one request at a time.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -20,17 +20,11 @@ from ddtree_jax.engine import Engine, EngineConfig, Request, SamplingParams
 from tests.serve.support import until
 
 ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests" / "golden"
 START_S = 120
 NAME = "tiny"
 CONFIG = {"slots": 8, "dtype": "float32", "max_context_len": 256}
 PROMPTS = [f"Request {i} counts: " + "one two three " * (i % 3 + 1) for i in range(8)]
-
-
-def conversation(prompt: str) -> list[dict]:
-    return [
-        {"role": "system", "content": "Answer in a few words."},
-        {"role": "user", "content": prompt},
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -86,10 +80,10 @@ def plain(engine: Engine, prompt_ids: list[int], sampling: SamplingParams, name:
     )
 
 
-def streamed_completion(client, prompt: str, **options) -> tuple[str, str]:
+def streamed_completion(client, prompt, **options) -> tuple[str, str]:
     text, reason = "", None
     for chunk in client.completions.create(
-        model=NAME, prompt=prompt, max_tokens=24, stream=True, **options
+        model=NAME, prompt=prompt, stream=True, **options
     ):
         [choice] = chunk.choices
         assert reason is None, "a chunk after the end"
@@ -97,10 +91,10 @@ def streamed_completion(client, prompt: str, **options) -> tuple[str, str]:
     return text, reason
 
 
-def streamed_chat(client, prompt: str, **options) -> tuple[str, str]:
+def streamed_chat(client, messages: list[dict], **options) -> tuple[str, str]:
     text, reason = "", None
     for chunk in client.chat.completions.create(
-        model=NAME, messages=conversation(prompt), max_tokens=24, stream=True, **options
+        model=NAME, messages=messages, stream=True, **options
     ):
         [choice] = chunk.choices
         assert reason is None, "a chunk after the end"
@@ -108,24 +102,79 @@ def streamed_chat(client, prompt: str, **options) -> tuple[str, str]:
     return text, reason
 
 
-@pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 1, "seed": 3}])
-def test_eight_streamed_completions_equal_plain_decoding(client, engine, options):
+def read_golden(name: str) -> list[dict]:
+    return json.loads((GOLDEN / name).read_text(encoding="utf-8"))
+
+
+def greedy_cases(greedy) -> list[tuple[object, str, str]]:
+    """Returns (prompt, text, finish reason) of eight completions, as transformers
+    gives them: four prompts as text, four as token ids.
+    """
+    cases = [
+        (case["prompt"], case["text"], case["finish_reason"])
+        for case in read_golden("completions.json")
+    ]
+    for index in range(8 - len(cases)):
+        tokens = greedy[f"tokens_{index}"].tolist()
+        end = next((i for i, t in enumerate(tokens) if t in (257, 258)), None)
+        # Ids below 256 are bytes, the others are special and not shown.
+        said = bytes(token for token in tokens[:end] if token < 256)
+        reason = "length" if end is None else "stop"
+        text = said.decode("utf-8", errors="replace")
+        cases.append((greedy[f"prompt_{index}"].tolist(), text, reason))
+    return cases
+
+
+def test_eight_streamed_completions_equal_transformers(client, golden):
+    cases = greedy_cases(golden("greedy"))
     with ThreadPoolExecutor(8) as pool:
         got = list(
-            pool.map(lambda p: streamed_completion(client, p, **options), PROMPTS)
+            pool.map(
+                lambda case: streamed_completion(
+                    client, case[0], temperature=0, max_tokens=48
+                ),
+                cases,
+            )
+        )
+    assert got == [case[1:] for case in cases]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_chats_equal_transformers(client, stream):
+    def ask(case: dict) -> tuple[str, str]:
+        options = {
+            "max_tokens": case["max_tokens"],
+            "temperature": 0,
+            "extra_body": {"chat_template_kwargs": case["chat_template_kwargs"]},
+        }
+        if stream:
+            return streamed_chat(client, case["messages"], **options)
+        reply = client.chat.completions.create(
+            model=NAME, messages=case["messages"], **options
+        )
+        assert reply.usage.completion_tokens == case["completion_tokens"]
+        assert reply.usage.prompt_tokens == len(case["prompt_ids"])
+        [choice] = reply.choices
+        return choice.message.content, choice.finish_reason
+
+    cases = read_golden("chat.json")
+    with ThreadPoolExecutor(len(cases)) as pool:
+        got = list(pool.map(ask, cases))
+    assert got == [(case["text"], case["finish_reason"]) for case in cases]
+
+
+def test_eight_sampled_completions_equal_plain_decoding(client, engine):
+    options = {"temperature": 1, "seed": 3}
+    with ThreadPoolExecutor(8) as pool:
+        got = list(
+            pool.map(
+                lambda p: streamed_completion(client, p, max_tokens=24, **options),
+                PROMPTS,
+            )
         )
     for index, prompt in enumerate(PROMPTS):
         ids = engine.tokenizer.encode(prompt)
         want = plain(engine, ids, SamplingParams(**options), f"completion-{index}")
-        assert got[index] == (want.text, want.finish_reason)
-
-
-def test_eight_streamed_chats_equal_plain_decoding(client, engine):
-    with ThreadPoolExecutor(8) as pool:
-        got = list(pool.map(lambda p: streamed_chat(client, p, temperature=0), PROMPTS))
-    for index, prompt in enumerate(PROMPTS):
-        ids = engine.chat_template.encode(conversation(prompt), tools=None, kwargs={})
-        want = plain(engine, ids, SamplingParams(temperature=0), f"chat-{index}")
         assert got[index] == (want.text, want.finish_reason)
 
 
@@ -134,14 +183,8 @@ def test_complete_equals_streamed(client):
     prompt = PROMPTS[0]
     reply = client.completions.create(model=NAME, prompt=prompt, **options)
     [choice] = reply.choices
-    streamed = streamed_completion(client, prompt, temperature=0)
+    streamed = streamed_completion(client, prompt, **options)
     assert (choice.text, choice.finish_reason) == streamed
-    reply = client.chat.completions.create(
-        model=NAME, messages=conversation(prompt), **options
-    )
-    [choice] = reply.choices
-    streamed = streamed_chat(client, prompt, temperature=0)
-    assert (choice.message.content, choice.finish_reason) == streamed
 
 
 def test_usage_counts_the_tokens(client, engine):
