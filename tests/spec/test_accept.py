@@ -118,7 +118,7 @@ def random_case(rng, n: int, vocabulary: int):
     """Returns a tree of distinct siblings, and choices that often follow it."""
     parent, tokens, depth = [-1], [int(rng.integers(vocabulary))], [0]
     while len(parent) < n:
-        above = int(rng.integers(max(0, len(parent) - 12), len(parent)))
+        above = int(rng.integers(len(parent)))
         taken = {t for t, p in zip(tokens, parent, strict=True) if p == above}
         free = sorted(set(range(vocabulary)) - taken)
         if not free or depth[above] == HORIZON:

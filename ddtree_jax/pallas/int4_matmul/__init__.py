@@ -1,6 +1,7 @@
 """Products with INT4 weights, dense and grouped by expert: the checked entries."""
 
 from ddtree_jax.arrays import F32, I32, Array, Float
+from ddtree_jax.pallas.checks import check_ranks, check_shapes
 from ddtree_jax.pallas.int4_matmul.reference import (
     int4_grouped_swiglu_reference,
     int4_matmul_reference,
@@ -69,21 +70,22 @@ def int4_grouped_swiglu(
       ValueError: The arguments contradict each other; both shapes are named.
       NotImplementedError: The chosen implementation does not exist.
     """
-    layers, experts, inner, hidden = gate.shape
-    expected = {
-        "up": (up.shape, (layers, experts, inner, hidden)),
-        "down": (down.shape, (layers, experts, hidden, inner)),
-        "x": (x.shape, (x.shape[0], hidden)),
-        "expert_weights": (expert_weights.shape, expert_ids.shape),
-        "expert_ids": (expert_ids.shape, (x.shape[0], expert_ids.shape[-1])),
-    }
+    name = "int4_grouped_swiglu"
     for weight in (gate, up, down):
         weight.validate()
-    for name, (got, want) in expected.items():
-        if got != want:
-            raise ValueError(
-                f"int4_grouped_swiglu: {name} has shape {got}, expected {want} "
-                f"from gate {gate.shape}"
-            )
-    run = select("int4_grouped_swiglu", implementation, _GROUPED)
+    ranks = {"gate": (gate.shape, 4), "x": (x.shape, 2)}
+    check_ranks(name, ranks | {"expert_ids": (expert_ids.shape, 2)})
+    layers, experts, inner, hidden = gate.shape
+    check_shapes(
+        name,
+        {
+            "up": (up.shape, gate.shape),
+            "down": (down.shape, (layers, experts, hidden, inner)),
+            "x": (x.shape, (x.shape[0], hidden)),
+            "expert_ids": (expert_ids.shape, (x.shape[0], expert_ids.shape[1])),
+            "expert_weights": (expert_weights.shape, expert_ids.shape),
+        },
+        basis=f"gate {gate.shape}",
+    )
+    run = select(name, implementation, _GROUPED)
     return run(x, gate, up, down, layer, expert_ids, expert_weights)

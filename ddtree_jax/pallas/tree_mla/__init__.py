@@ -1,6 +1,7 @@
 """Tree-masked MLA attention over paged latents and a tail: the checked entry."""
 
 from ddtree_jax.arrays import F32, I32, U32, Array, Float
+from ddtree_jax.pallas.checks import check_ranks, check_shapes
 from ddtree_jax.pallas.select import Implementation, select
 from ddtree_jax.pallas.tree_mla.reference import (
     WORD_BITS,
@@ -73,28 +74,29 @@ def tree_mla_attention(
       ValueError: The arguments contradict each other; both shapes are named.
       NotImplementedError: The chosen implementation does not exist.
     """
+    name = "tree_mla_attention"
+    ranks = {"q_latent": (q_latent.shape, 4), "q_rope": (q_rope.shape, 4)}
+    ranks |= {"latent_cache": (latent_cache.shape, 3)}
+    ranks |= {"page_table": (page_table.shape, 2)}
+    check_ranks(name, ranks)
     b, n, h, latent = q_latent.shape
     rope = q_rope.shape[-1]
-    page_size = latent_cache.shape[1]
-    pages = latent_cache.shape[0]
-    words = -(-n // WORD_BITS)
-    expected = {
-        "q_rope": (q_rope, (b, n, h, rope)),
-        "latent_cache": (latent_cache, (pages, page_size, latent)),
-        "rope_cache": (rope_cache, (pages, page_size, rope)),
-        "page_table": (page_table, (b, page_table.shape[-1])),
-        "context_len": (context_len, (b,)),
-        "tail_latent": (tail_latent, (b, n, latent)),
-        "tail_rope": (tail_rope, (b, n, rope)),
-        "ancestor_bits": (ancestor_bits, (b, n, words)),
-    }
-    for name, (array, shape) in expected.items():
-        if array.shape != shape:
-            raise ValueError(
-                f"tree_mla_attention: {name} has shape {array.shape}, expected "
-                f"{shape} from q_latent {q_latent.shape}"
-            )
-    run = select("tree_mla_attention", implementation, _IMPLEMENTATIONS)
+    pages, page_size = latent_cache.shape[:2]
+    check_shapes(
+        name,
+        {
+            "q_rope": (q_rope.shape, (b, n, h, rope)),
+            "latent_cache": (latent_cache.shape, (pages, page_size, latent)),
+            "rope_cache": (rope_cache.shape, (pages, page_size, rope)),
+            "page_table": (page_table.shape, (b, page_table.shape[1])),
+            "context_len": (context_len.shape, (b,)),
+            "tail_latent": (tail_latent.shape, (b, n, latent)),
+            "tail_rope": (tail_rope.shape, (b, n, rope)),
+            "ancestor_bits": (ancestor_bits.shape, (b, n, -(-n // WORD_BITS))),
+        },
+        basis=f"q_latent {q_latent.shape}",
+    )
+    run = select(name, implementation, _IMPLEMENTATIONS)
     return run(
         q_latent,
         q_rope,

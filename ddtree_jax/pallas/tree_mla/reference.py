@@ -55,19 +55,18 @@ def tree_mla_attention_reference(
     committed = jnp.arange(capacity)[None] < context_len[:, None]
     ancestors = unpack_bits(ancestor_bits, n)
 
-    # Keys in the order [context | tail]; a tail row nobody may see is dropped.
-    seen = jnp.any(ancestors, axis=1)[..., None]
+    # Keys in the order [context | tail].
     latent = jnp.concatenate(
         [
             gather_pages(latent_cache, page_table, committed),
-            jnp.where(seen, tail_latent.astype(jnp.float32), 0.0),
+            tail_latent.astype(jnp.float32),
         ],
         axis=1,
     )
     rope = jnp.concatenate(
         [
             gather_pages(rope_cache, page_table, committed),
-            jnp.where(seen, tail_rope.astype(jnp.float32), 0.0),
+            tail_rope.astype(jnp.float32),
         ],
         axis=1,
     )
@@ -76,10 +75,15 @@ def tree_mla_attention_reference(
 
     logits = jnp.einsum("bnhl,bkl->bnhk", q_latent.astype(jnp.float32), latent)
     logits += jnp.einsum("bnhr,bkr->bnhk", q_rope.astype(jnp.float32), rope)
-    logits = jnp.where(visible, logits * softmax_scale, -jnp.inf)
+    # A row that is not finite spoils the nodes that see it, by their logits, and no
+    # others, as 0 · NaN in the value product would.
+    finite = jnp.all(jnp.isfinite(latent), axis=-1)
+    logits = jnp.where(finite[:, None, None], logits * softmax_scale, jnp.nan)
+    logits = jnp.where(visible, logits, -jnp.inf)
     peak = jnp.max(logits, axis=-1, keepdims=True)
     weights = jnp.where(visible, jnp.exp(logits - peak), 0.0)
     total = jnp.sum(weights, axis=-1, keepdims=True)
+    latent = jnp.where(finite[..., None], latent, 0.0)
     output = jnp.einsum("bnhk,bkl->bnhl", weights / total, latent)
     lse = (peak + jnp.log(total))[..., 0]
     return output.astype(q_latent.dtype), lse
