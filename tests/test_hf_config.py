@@ -334,6 +334,8 @@ def test_explicit_plain_rope(write):
     [
         ("attention_bias", True, "false"),
         ("n_group", 8, "1"),
+        ("n_group", True, "1"),
+        ("attention_bias", 0, "false"),
         ("topk_group", 4, "1"),
         ("topk_method", "greedy", '"noaux_tc"'),
         ("scoring_func", "softmax", '"sigmoid"'),

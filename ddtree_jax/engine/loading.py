@@ -10,10 +10,10 @@ from ddtree_jax.config import (
     DEFAULT_MAX_CONTEXT_LEN,
     DraftConfig,
     EngineConfig,
-    ModelConfig,
 )
 from ddtree_jax.engine.runner import Runner
 from ddtree_jax.errors import ConfigError
+from ddtree_jax.hf_config import check_draft_fits
 from ddtree_jax.mesh import make_mesh
 from ddtree_jax.model.params import DFlash
 from ddtree_jax.model.restore import restore_draft, restore_target
@@ -48,7 +48,7 @@ def load_runner(config: EngineConfig) -> Loaded:
     max_context_len = _max_context_len(config, model_config.max_position_embeddings)
     draft_config, draft = _restore_draft(config, mesh, dtype)
     if draft_config is not None:
-        _check_pair(draft_config, model_config)
+        check_draft_fits(draft_config, model_config)
     pages_per_slot = -(-max_context_len // config.page_size)
     chunks = {min(_SMALL_CHUNK, config.prefill_chunk), config.prefill_chunk}
     runner = Runner(
@@ -82,20 +82,6 @@ def _restore_draft(
             "not exist; name one (--draft) or set the budget to 0"
         )
     return None, None
-
-
-def _check_pair(draft: DraftConfig, target: ModelConfig) -> None:
-    """Raises ConfigError when the drafter cannot read this target's features."""
-    pairs = {
-        "hidden_size": (draft.hidden_size, target.hidden_size),
-        "vocab_size": (draft.vocab_size, target.vocab_size),
-        "num_target_layers": (draft.num_target_layers, target.num_hidden_layers),
-    }
-    for name, (got, want) in pairs.items():
-        if got != want:
-            raise ConfigError(
-                f"the drafter's {name} is {got}, but the target's is {want}"
-            )
 
 
 def _max_context_len(config: EngineConfig, limit: int) -> int:

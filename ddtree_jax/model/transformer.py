@@ -16,7 +16,7 @@ from ddtree_jax.model.attention import Nodes, mla_partial
 from ddtree_jax.model.cache import LatentCache
 from ddtree_jax.model.layers import all_reduce, embed, rms_norm, swiglu_partial
 from ddtree_jax.model.moe import moe_partial
-from ddtree_jax.model.params import DenseLayers, KimiK2
+from ddtree_jax.model.params import DenseLayers, Experts, KimiK2, MlaAttention
 from ddtree_jax.model.rope import cos_sin, yarn_inv_freq
 
 
@@ -41,6 +41,58 @@ class _Carry(NamedTuple):
     features: Float[Array, "F1 B N M"]
 
 
+class _Layers(NamedTuple):
+    """What every layer of one forward pass shares; its methods are scan bodies.
+
+    Attributes:
+      feature_row: Where each layer's output goes in `_Carry.features`.
+      experts: The stacks of all layers: a slice of them would be a copy.
+    """
+
+    c: ModelConfig
+    nodes: Nodes
+    used: Bool[Array, "B N"]
+    cache: LatentCache
+    feature_row: I32[Array, "layers"]
+    experts: Experts
+
+    def dense(self, carry: _Carry, xs: tuple[DenseLayers, Array]):
+        """Runs one dense layer; returns its new rows beside the carry."""
+        p, layer = xs
+        x, tail = self._attend(carry.x, p.attention, layer)
+        h = rms_norm(x, p.post_norm[...], self.c.rms_norm_eps)
+        x += all_reduce(swiglu_partial(h, p.mlp), x.dtype)
+        return self._finish(carry, x, layer), tail
+
+    def moe(self, carry: _Carry, xs):
+        """Runs one mixture-of-experts layer; `xs` holds all but the experts."""
+        attention, post_norm, router, router_bias, shared, index = xs
+        layer = index + self.c.first_k_dense_replace
+        x, tail = self._attend(carry.x, attention, layer)
+        partial = moe_partial(
+            rms_norm(x, post_norm[...], self.c.rms_norm_eps),
+            self.used,
+            self.c,
+            router=router[...],
+            router_bias=router_bias[...],
+            experts=self.experts,
+            shared=shared,
+            layer=index,
+        )
+        x += all_reduce(partial, x.dtype)
+        return self._finish(carry, x, layer), tail
+
+    def _attend(self, x: Array, attention: MlaAttention, layer: Array):
+        partial, tail = mla_partial(x, attention, self.c, self.nodes, self.cache, layer)
+        return x + all_reduce(partial, x.dtype), tail
+
+    def _finish(self, carry: _Carry, x: Array, layer: Array) -> _Carry:
+        features = jax.lax.dynamic_update_index_in_dim(
+            carry.features, x, self.feature_row[layer], axis=0
+        )
+        return _Carry(x, features)
+
+
 def forward(
     model: KimiK2,
     c: ModelConfig,
@@ -63,77 +115,47 @@ def forward(
       tokens: Node tokens; any id for padding nodes.
       positions: `context_len` + depth of each node.
       used: False for padding nodes; they must cost no expert weights.
-      feature_layers: 0-based layers whose outputs are wanted.
+      feature_layers: 0-based layers whose outputs are wanted, each once.
     """
-    cos, sin = cos_sin(
-        positions, yarn_inv_freq(c.rope, c.qk_rope_head_dim), c.rope.amplitude
+    frequencies = yarn_inv_freq(c.rope, c.qk_rope_head_dim)
+    cos, sin = cos_sin(positions, frequencies, c.rope.amplitude)
+    layers = _Layers(
+        c,
+        Nodes(cos, sin, ancestor_bits, page_table, context_len),
+        used,
+        cache,
+        _feature_rows(feature_layers, c.num_hidden_layers),
+        model.moe.experts,
     )
-    nodes = Nodes(cos, sin, ancestor_bits, page_table, context_len)
     x = embed(model.embed[...], tokens)
     carry = _Carry(x, jnp.zeros((len(feature_layers) + 1, *x.shape), x.dtype))
-    # Layers that are no feature write to the scratch row at the end.
-    slots = [len(feature_layers)] * c.num_hidden_layers
-    for slot, layer in enumerate(feature_layers):
-        slots[layer] = slot
-    slots = jnp.asarray(slots, jnp.int32)
-
-    def finish_layer(carry: _Carry, x: Array, layer: Array) -> _Carry:
-        features = jax.lax.dynamic_update_index_in_dim(
-            carry.features, x, slots[layer], axis=0
-        )
-        return _Carry(x, features)
-
-    def attend(x, attention, layer):
-        partial, tail = mla_partial(x, attention, c, nodes, cache, layer)
-        return x + all_reduce(partial, x.dtype), tail
-
-    def dense_layer(carry: _Carry, xs: tuple[DenseLayers, Array]):
-        p, layer = xs
-        x, tail = attend(carry.x, p.attention, layer)
-        h = rms_norm(x, p.post_norm[...], c.rms_norm_eps)
-        x += all_reduce(swiglu_partial(h, p.mlp), x.dtype)
-        return finish_layer(carry, x, layer), tail
-
-    def moe_layer(carry: _Carry, xs):
-        attention, post_norm, router, router_bias, shared, index = xs
-        layer = index + c.first_k_dense_replace
-        x, tail = attend(carry.x, attention, layer)
-        h = rms_norm(x, post_norm[...], c.rms_norm_eps)
-        partial = moe_partial(
-            h,
-            used,
-            c,
-            router=router[...],
-            router_bias=router_bias[...],
-            # The stacks as a whole: a slice of them would be a copy.
-            experts=model.moe.experts,
-            shared=shared,
-            layer=index,
-        )
-        x += all_reduce(partial, x.dtype)
-        return finish_layer(carry, x, layer), tail
-
-    moe = model.moe
+    index = jnp.arange(c.num_hidden_layers, dtype=jnp.int32)
+    dense, moe = model.dense, model.moe
     carry, dense_tail = jax.lax.scan(
-        dense_layer,
-        carry,
-        (model.dense, jnp.arange(c.first_k_dense_replace, dtype=jnp.int32)),
+        layers.dense, carry, (dense, index[: c.first_k_dense_replace])
     )
-    carry, moe_tail = jax.lax.scan(
-        moe_layer,
-        carry,
-        (
-            moe.attention,
-            moe.post_norm,
-            moe.router,
-            moe.router_bias,
-            moe.shared,
-            jnp.arange(c.num_moe_layers, dtype=jnp.int32),
-        ),
+    per_layer = (
+        moe.attention,
+        moe.post_norm,
+        moe.router,
+        moe.router_bias,
+        moe.shared,
+        index[: c.num_moe_layers],
     )
+    carry, moe_tail = jax.lax.scan(layers.moe, carry, per_layer)
     tail = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), dense_tail, moe_tail)
     return Output(
         hidden=rms_norm(carry.x, model.norm[...], c.rms_norm_eps),
         features=jnp.moveaxis(carry.features[:-1], 0, 2),
         tail=LatentCache(*tail),
     )
+
+
+def _feature_rows(
+    feature_layers: tuple[int, ...], num_layers: int
+) -> I32[Array, "layers"]:
+    """Returns each layer's row of the features; the scratch row if it is none."""
+    rows = [len(feature_layers)] * num_layers
+    for row, layer in enumerate(feature_layers):
+        rows[layer] = row
+    return jnp.asarray(rows, jnp.int32)

@@ -5,6 +5,7 @@ inside, everything is per-device code under one `shard_map`. There is no host
 callback and no transfer in them. Plain decoding is the same step with budget 0.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -33,6 +34,7 @@ from ddtree_jax.spec.tree import DraftTree, ancestor_mask, build, chain, chain_b
 
 type StepFunction = jax.stages.Wrapped
 type PrefillFunction = jax.stages.Wrapped
+type TreeBuilder = Callable[..., DraftTree]  # takes what `tree.build` takes
 
 
 def make_step(
@@ -41,16 +43,21 @@ def make_step(
     mesh: Mesh,
     *,
     num_nodes: int,
+    build_tree: TreeBuilder = build,
 ) -> StepFunction:
     """Returns `step(params, state) -> (state, result)`, jitted, state donated.
 
     Args:
       num_nodes: Static size of the tree, root included. With 1 nothing is
         drafted, which is plain decoding; more need a drafter.
+      build_tree: Makes the tree of what was drafted. What comes out does not
+        depend on it, only how fast; its trees keep `DraftTree`'s invariants 1-3.
     """
     if num_nodes > 1 and draft_config is None:
         raise ValueError(f"num_nodes = {num_nodes} needs a drafter, and there is none")
-    body = partial(_step, c=config, dc=draft_config, num_nodes=num_nodes)
+    body = partial(
+        _step, c=config, dc=draft_config, num_nodes=num_nodes, build_tree=build_tree
+    )
     return _compile(body, config, draft_config, mesh, extra_inputs=0)
 
 
@@ -95,9 +102,10 @@ def _step(
     c: ModelConfig,
     dc: DraftConfig | None,
     num_nodes: int,
+    build_tree: TreeBuilder,
 ) -> tuple[SpecState, StepResult]:
     horizon = dc.draft_horizon if dc is not None and num_nodes > 1 else 0
-    tree = _draft_tree(params, state, dc, num_nodes)
+    tree = _draft_tree(params, state, dc, num_nodes, build_tree=build_tree)
     with jax.named_scope("verify"):
         out = _verify(params, state, tree, c, dc, max_depth=horizon)
         logits = head_logits(params.target.head[...], out.hidden)
@@ -138,7 +146,12 @@ def _step(
 
 
 def _draft_tree(
-    params: Params, state: SpecState, dc: DraftConfig | None, num_nodes: int
+    params: Params,
+    state: SpecState,
+    dc: DraftConfig | None,
+    num_nodes: int,
+    *,
+    build_tree: TreeBuilder,
 ) -> DraftTree:
     draft, draft_cache = params.draft, state.draft_cache
     if num_nodes == 1 or dc is None or draft is None or draft_cache is None:
@@ -158,7 +171,7 @@ def _draft_tree(
     with jax.named_scope("build"):
         # An idle slot is a lone root, so that it costs no expert weights.
         budget = jnp.where(state.active, state.tree_budget, 0)
-        return build(
+        return build_tree(
             log_probs, token_ids, state.root_token, budget, num_nodes=num_nodes
         )
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ddtree_jax.mesh import make_mesh
 from ddtree_jax.spec import (
@@ -32,8 +33,9 @@ from tests.support.models import (
 from tests.support.random_model import random_tiny
 
 VOCAB = 8
-PROMPT = np.random.default_rng(5).integers(0, VOCAB, PAGE_SIZE).astype(np.int32)
-ROOT = 1
+# Chosen so that half of the steps accept drafts, and 64 slots differ in 27 triples.
+PROMPT = np.random.default_rng(23).integers(0, VOCAB, PAGE_SIZE).astype(np.int32)
+ROOT = 0
 TOKENS = 3
 LEAST_P = 1e-4
 REJECTED = 1e-10
@@ -44,6 +46,13 @@ def tiny(devices: int) -> Tiny:
     return random_tiny(make_mesh(devices), vocab_size=VOCAB)
 
 
+@functools.cache
+def _prefill(devices: int):
+    return make_prefill(
+        tiny(devices).config, tiny(devices).draft_config, tiny(devices).mesh
+    )
+
+
 class Sampler:
     """Slots that share the page of the prompt; each writes to a page of its own."""
 
@@ -51,6 +60,7 @@ class Sampler:
         self.tiny, self.slots, self.num_nodes = tiny(devices), slots, num_nodes
         models = self.tiny.config, self.tiny.draft_config, self.tiny.mesh
         self.step = make_step(*models, num_nodes=num_nodes)
+        self.everywhere = NamedSharding(self.tiny.mesh, PartitionSpec())
         abstract = abstract_state(
             *models,
             slots=slots,
@@ -60,11 +70,14 @@ class Sampler:
             dtype=jnp.float32,
         )
         own = 1 + np.arange(slots, dtype=np.int32)
+        pages = {
+            "page_table": np.stack([np.zeros_like(own), own], axis=1),
+            "max_context_len": np.full(slots, 2 * PAGE_SIZE, np.int32),
+        }
         self.state = poison(init_state(abstract))._replace(
-            page_table=jnp.asarray(np.stack([np.zeros_like(own), own], axis=1)),
-            max_context_len=jnp.full(slots, 2 * PAGE_SIZE, jnp.int32),
+            **jax.device_put(pages, self.everywhere)
         )
-        self.state, result = make_prefill(*models)(
+        self.state, result = _prefill(devices)(
             self.tiny.params,
             self.state,
             np.int32(slots - 1),
@@ -77,29 +90,29 @@ class Sampler:
     def sample(self, seeds, count: int = TOKENS) -> tuple[np.ndarray, np.ndarray]:
         """Returns the first tokens `[slots, count]`, and how many came in steps."""
         slots = self.slots
-        one = jnp.ones(slots, jnp.float32)
-        self.state = self.state._replace(
-            context_len=jnp.full(slots, PAGE_SIZE, jnp.int32),
-            root_token=jnp.full(slots, ROOT, jnp.int32),
-            tree_budget=jnp.full(slots, self.num_nodes - 1, jnp.int32),
-            active=jnp.ones(slots, bool),
-            sampling=sampling.Sampling(
-                temperature=one,
-                top_k=jnp.zeros(slots, jnp.int32),
-                top_p=one,
-                min_p=one * 0,
-                seed=jnp.asarray(seeds, jnp.uint32),
+        start = {
+            "context_len": np.full(slots, PAGE_SIZE, np.int32),
+            "root_token": np.full(slots, ROOT, np.int32),
+            "tree_budget": np.full(slots, self.num_nodes - 1, np.int32),
+            "active": np.ones(slots, bool),
+            "sampling": sampling.Sampling(
+                temperature=np.ones(slots, np.float32),
+                top_k=np.zeros(slots, np.int32),
+                top_p=np.ones(slots, np.float32),
+                min_p=np.zeros(slots, np.float32),
+                seed=np.asarray(seeds, np.uint32),
             ),
-        )
+        }
+        self.state = self.state._replace(**jax.device_put(start, self.everywhere))
         answers: list[list[int]] = [[] for _ in range(slots)]
         steps = []
         while min(map(len, answers)) < count:
             self.state, result = self.step(self.tiny.params, self.state)
             result = jax.device_get(result)
-            assert (result.status == StepStatus.OK).all()
-            for answer, new, n in zip(
-                answers, result.tokens, result.num_tokens, strict=True
-            ):
+            for answer, new, n, status in zip(answers, *result, strict=True):
+                # Whoever waits for the others may fill its page meanwhile.
+                full = len(answer) == PAGE_SIZE
+                assert status == (StepStatus.NO_ROOM if full else StepStatus.OK)
                 answer += new[:n].tolist()
             steps.append(result.num_tokens)
         return np.asarray([a[:count] for a in answers]), np.concatenate(steps)
@@ -166,10 +179,10 @@ def test_three_tokens_follow_the_law_of_the_target(num_nodes, rounds):
     counts, num_tokens = sampler(num_nodes).counts(rounds)
     assert counts.sum() == rounds * 256
     p = p_values(counts)
+    print(p, num_tokens.mean(), (counts > 0).sum())
     assert min(p.values()) > LEAST_P, p
     accepted = (num_tokens > 1).mean()
-    # The tree carries what is said of it: one token in ten at least comes from it.
-    assert accepted > 0.1 if num_nodes > 1 else accepted == 0
+    assert accepted > 0.3 if num_nodes > 1 else accepted == 0
 
 
 def test_eight_devices_follow_the_law_too():
@@ -177,8 +190,9 @@ def test_eight_devices_follow_the_law_too():
     eight = sampler(9, 128, 8)
     counts, num_tokens = eight.counts(12)
     p = p_values(counts)
+    print(p, num_tokens.mean(), (counts > 0).sum())
     assert min(p.values()) > LEAST_P, p
-    assert (num_tokens > 1).mean() > 0.1
+    assert (num_tokens > 1).mean() > 0.3
     got, _ = eight.sample(np.arange(128), 8)
     want, _ = sampler(9).sample(np.arange(256), 8)
     np.testing.assert_array_equal(got, want[:128])
@@ -188,7 +202,7 @@ def test_eight_devices_follow_the_law_too():
 def test_trees_and_batches_do_not_change_the_output(num_nodes, slots):
     """Same seeds, same tokens: 9 in a row, as plain decoding of 256 slots has them."""
     plain, _ = sampler(1).sample(np.arange(256), 9)
-    assert len(np.unique(plain, axis=0)) > 200
+    assert len(np.unique(plain, axis=0)) > 100
     # In another order, so that neither slot nor neighbours matter.
     seeds = np.random.default_rng(0).permutation(256)[:slots]
     tokens, num_tokens = sampler(num_nodes, slots).sample(seeds, 9)
@@ -210,7 +224,7 @@ def test_wrong_noise_is_noticed(monkeypatch):
 
     def wrong(seed, position, token_ids):
         nodes = jnp.broadcast_to(jnp.arange(position.shape[1])[None], position.shape)
-        by_node = (seed >= BY_NODE)[:, None]
+        by_node = (seed >= jnp.uint32(BY_NODE))[:, None]
         return right(seed, jnp.where(by_node, nodes, 0), token_ids)
 
     monkeypatch.setattr(sampling, "gumbel_noise", wrong)
@@ -218,6 +232,7 @@ def test_wrong_noise_is_noticed(monkeypatch):
     for first_seed in (SAME_AT_EVERY_POSITION, BY_NODE):
         counts, _ = tied.counts(8, first_seed=first_seed)
         p = p_values(counts)
+        print(p)
         assert p["joint"] < REJECTED, (first_seed, p)
         # The first token alone does not show it.
         assert p["token 0"] > LEAST_P, (first_seed, p)

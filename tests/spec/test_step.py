@@ -4,10 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from ddtree_jax.mesh import make_mesh
+from ddtree_jax.model.draft import context_rows
+from ddtree_jax.model.params import DFlash, partition_specs
 from ddtree_jax.spec import StepStatus, make_step
-from tests.support.models import PAGE_SIZE, Decoder
+from tests.support.compare import assert_close
+from tests.support.models import PAGE_SIZE, Decoder, run_in_chunks
 from tests.support.random_model import random_tiny
 
 BUDGETS = [0, 1, 7, 8, 31, 64]
@@ -168,6 +172,40 @@ def test_committed_pages_equal_those_of_sequential_decoding(guessable8):
             assert (nan.any(-1) == ~written[None]).all()
 
 
+def test_draft_rows_are_those_of_the_features_at_their_positions(guessable1):
+    tiny, draft = guessable1, guessable1.params.draft
+    prompt = prompts(tiny, (29,))[0]
+    decoder = Decoder(tiny, num_nodes=65)
+    tokens = [*prompt.tolist(), decoder.start(2, prompt)]
+    while len(tokens) < 60:
+        result = decoder.step()
+        tokens += result.tokens[2, : result.num_tokens[2]].tolist()
+    committed = int(decoder.state.context_len[2])
+    layers = tiny.draft_config.target_layer_ids
+    ids = np.asarray(tokens[:committed], np.int32)
+    features = run_in_chunks(tiny, ids, [committed], feature_layers=layers).features
+
+    def rows(draft, features):
+        positions = jnp.arange(committed)[None]
+        return context_rows(draft, tiny.draft_config, features, positions)
+
+    specs = (partition_specs(DFlash(tiny.draft_config)), PartitionSpec())
+    want = jax.jit(
+        jax.shard_map(
+            rows,
+            mesh=tiny.mesh,
+            in_specs=specs,
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+    )(draft, jnp.asarray(features))
+    table = np.asarray(decoder.state.page_table[2])
+    for got, expected in zip(decoder.state.draft_cache, want, strict=True):
+        paged = np.asarray(got)[:, table[: -(-committed // PAGE_SIZE)]]
+        flat = paged.reshape(paged.shape[0], -1, *paged.shape[3:])[:, :committed]
+        assert_close("golden draft", flat, np.asarray(expected)[:, 0])
+
+
 @pytest.mark.parametrize("room", [1, 2, 3, 5, 8])
 def test_no_token_is_committed_past_the_room(guessable8, plain, room):
     decoder = Decoder(guessable8, num_nodes=65)
@@ -215,11 +253,14 @@ def test_idle_slots_are_left_alone(guessable8):
     assert (np.asarray(decoder.state.context_len)[idle] == 0).all()
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("chunk", [1, 7, 16, 64])
-def test_prefill_chunks_do_not_matter(guessable8, plain, chunk):
+def test_prefill_chunks_do_not_matter(guessable8, plain, chunk, temperature):
     decoder = Decoder(guessable8, num_nodes=9, chunk=chunk)
-    first = decoder.start(0, prompts(guessable8, (1, 16, 33, 50))[2])
-    assert decoder.decode({0: first}, 40)[0] == plain[0.0][2]
+    prompt = prompts(guessable8, (1, 16, 33, 50))[2]
+    # The seed of `plain`: the first token must have the noise of its position.
+    first = decoder.start(0, prompt, seed=102, temperature=temperature)
+    assert decoder.decode({0: first}, 12)[0] == plain[temperature][2][:12]
 
 
 def test_a_tree_needs_a_drafter(guessable8):

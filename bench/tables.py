@@ -1,0 +1,99 @@
+"""Owns the tables in README.md: each is made of the records and of nothing else."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from bench.record import RESULTS, read_record
+from ddtree_jax.errors import ConfigError
+from ddtree_jax.research.record import Record
+from ddtree_jax.research.statistics import DEGENERATE_BELOW
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def updated(text: str, results: Path = RESULTS) -> str:
+    """Returns README's text with the tables between its markers made anew.
+
+    Raises:
+      ConfigError: A pair of markers is missing, or a record is unusable.
+    """
+    for name, make in TABLES.items():
+        start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+        pattern = re.compile(f"{re.escape(start)}\n.*?{re.escape(end)}", re.DOTALL)
+        if len(pattern.findall(text)) != 1:
+            raise ConfigError(f"README.md: expected one block {start} … {end}")
+        block = f"{start}\n{make(results)}\n{end}"
+        text = pattern.sub(lambda _, block=block: block, text)
+    return text
+
+
+def acceptance_table(results: Path) -> str:
+    """Returns the acceptance lengths, with the definition above them."""
+    path = results / "acceptance.json"
+    if not path.exists():
+        return "Acceptance has not been measured yet."
+    record = read_record(path)
+    lines = [
+        _origin(record),
+        "",
+        f"{record['definition']}.",
+        "",
+        "| model | prompts | T | shape | budget | acceptance_length (95 % CI) "
+        "| distinct 4-grams |",
+        "|---|---|---:|---|---:|---|---|",
+    ]
+    for row in record["rows"]:
+        case = row["case"]
+        known = {"model", "prompts", "temperature", "shape", "budget"}
+        if unknown := case.keys() - known:
+            raise ConfigError(f"{path}: {min(unknown)!r} is no case of this table")
+        loops = row["distinct_4grams"] < DEGENERATE_BELOW
+        length = f"{row['acceptance_length']:.2f}"
+        # A loop is easily drafted: its figure is no headline.
+        length = f"({length}, degenerate text)" if loops else f"**{length}**"
+        lines.append(
+            f"| {case['model']} | {case['prompts']} | {case['temperature']:g} "
+            f"| {case['shape']} | {case['budget']} | {length} "
+            f"[{row['ci_low']:.2f}, {row['ci_high']:.2f}] "
+            f"| {row['distinct_4grams']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def tree_build_table(results: Path) -> str:
+    """Returns the builder's times on every device it was measured on."""
+    paths = sorted(results.glob("tree_build-*.json"))
+    if not paths:
+        return "The tree builder has not been timed yet."
+    parts = []
+    for path in paths:
+        record = read_record(path)
+        lines = [
+            f"{_origin(record)}; one request, microseconds:",
+            "",
+            "| horizon | budget | kept | builder | median | p10 | p90 |",
+            "|---:|---:|---:|---|---:|---:|---:|",
+        ]
+        for row in record["rows"]:
+            case = row["case"]
+            lines.append(
+                f"| {case['horizon']} | {case['budget']} | {case['vocab']} "
+                f"| {case['implementation']} | {row['us']:.0f} | {row['p10']:.0f} "
+                f"| {row['p90']:.0f} |"
+            )
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def _origin(record: Record) -> str:
+    return (
+        f"`{record['command']}` on {record['device']}, {record['date']}, "
+        f"jax {record['versions']['jax']}"
+    )
+
+
+TABLES: dict[str, Callable[[Path], str]] = {
+    "acceptance": acceptance_table,
+    "tree build": tree_build_table,
+}

@@ -1,0 +1,95 @@
+"""Owns the way from a checkpoint to both models, with the ablations of the drafter."""
+
+import dataclasses
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from ddtree_jax.config import DraftConfig, ModelConfig
+from ddtree_jax.errors import ConfigError
+from ddtree_jax.hf_config import read_stop_token_ids
+from ddtree_jax.mesh import make_mesh
+from ddtree_jax.model.restore import restore_draft, restore_target
+from ddtree_jax.spec import Params
+
+type DtypeName = Literal["bfloat16", "float32"]
+
+
+class Models(NamedTuple):
+    """A target with its drafter, and where they live."""
+
+    config: ModelConfig
+    draft_config: DraftConfig
+    params: Params
+    mesh: Mesh
+    dtype: DtypeName
+    stop_token_ids: tuple[int, ...]
+
+
+def load_models(
+    directory: Path,
+    *,
+    devices: int | None,
+    dtype: DtypeName,
+    rope_amplitude: float | None = None,
+    feature_offset: int = 0,
+) -> Models:
+    """Returns the models of a checkpoint that has its drafter in `draft/`.
+
+    Args:
+      rope_amplitude: Replaces `DraftConfig.rope_amplitude`.
+      feature_offset: Added to every target layer the drafter gets features from.
+
+    Raises:
+      ConfigError: The options contradict the checkpoint or the devices.
+      CheckpointError: The checkpoint is unusable.
+    """
+    if dtype == "float32":
+        # TF32 would make float32 on a GPU something else.
+        jax.config.update("jax_default_matmul_precision", "highest")
+    mesh = make_mesh(devices)
+    config, target = restore_target(directory, mesh, dtype=jnp.dtype(dtype))
+    draft_config, draft = restore_draft(
+        directory / "draft", mesh, dtype=jnp.dtype(dtype), rope_amplitude=rope_amplitude
+    )
+    _check_pair(draft_config, config)
+    return Models(
+        config,
+        shift_features(draft_config, feature_offset),
+        Params(target, draft),
+        mesh,
+        dtype,
+        read_stop_token_ids(directory),
+    )
+
+
+def shift_features(draft_config: DraftConfig, offset: int) -> DraftConfig:
+    """Returns the drafter's configuration with features from other target layers.
+
+    Raises:
+      ConfigError: A layer does not exist.
+    """
+    ids = tuple(layer + offset for layer in draft_config.target_layer_ids)
+    last = draft_config.num_target_layers - 1
+    for layer in ids:
+        if not 0 <= layer <= last:
+            raise ConfigError(
+                f"--feature-offset {offset}: layer {layer} is outside 0 .. {last}"
+            )
+    return dataclasses.replace(draft_config, target_layer_ids=ids)
+
+
+def _check_pair(draft: DraftConfig, target: ModelConfig) -> None:
+    pairs = {
+        "hidden_size": (draft.hidden_size, target.hidden_size),
+        "vocab_size": (draft.vocab_size, target.vocab_size),
+        "num_target_layers": (draft.num_target_layers, target.num_hidden_layers),
+    }
+    for name, (got, want) in pairs.items():
+        if got != want:
+            raise ConfigError(
+                f"the drafter's {name} is {got}, but the target's is {want}"
+            )
