@@ -47,9 +47,8 @@ def _by_case(record: Record) -> dict[str, tuple[bool, float]]:
     for row in record["rows"]:
         figure = next((name for name in _FIGURES if name in row), None)
         if figure is None:
-            raise ConfigError(
-                f"{record['topic']}: a row has no figure; expected {' or '.join(_FIGURES)}"
-            )
+            expected = " or ".join(_FIGURES)
+            raise ConfigError(f"{record['topic']}: a row has no {expected}")
         case = json.dumps(row["case"], sort_keys=True, ensure_ascii=False)
         found[case] = _FIGURES[figure], row[figure]
     return found

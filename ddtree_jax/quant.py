@@ -91,4 +91,8 @@ def dequantise(weight: Int4Weight) -> BF16[Array, "*lead out inputs"]:
     """Returns bfloat16(q · scale), the meaning of the stored weight."""
     q = unpack(weight.packed)
     scale = jnp.repeat(weight.scale, GROUP_SIZE, axis=-1)
-    return (q.astype(jnp.float32) * scale.astype(jnp.float32)).astype(jnp.bfloat16)
+    product = q.astype(jnp.float32) * scale.astype(jnp.float32)
+    # A cast alone is not enough: where the caller widens the result again, XLA may
+    # drop the rounding, and does so for some shapes and not for others.
+    rounded = jax.lax.reduce_precision(product, exponent_bits=8, mantissa_bits=7)
+    return rounded.astype(jnp.bfloat16)

@@ -1,7 +1,9 @@
 """Owns the token files that training reads, and the list of what went into them.
 
-`build` writes train.npy and heldout.npy (uint16), bytes_per_token.npy,
-packages.json (every distribution with its licence) and manifest.json, last.
+`build` writes train.npy, heldout.npy and prompts.npy (uint16), bytes_per_token.npy,
+packages.json (every distribution with its licence) and manifest.json, last. What
+the target writes after prompts is what the drafter learns; prompts.npy has tests of
+the training packages, which the target has not learnt by heart.
 """
 
 import collections
@@ -25,6 +27,7 @@ from tiny.tokenizer_files import KIMI_PATTERN, read_ranks, special_token_id
 
 # Few packages are a quarter of all text, and much of theirs repeats itself.
 _BYTES_A_PACKAGE = 32_000_000
+_PROMPT_BYTES_A_PACKAGE = 2_000_000
 _DIALOGUE_SHARE = 0.3
 # A training file with this share of held-out lines is a copy of a held-out file.
 _COPIED_SHARE = 0.1
@@ -133,7 +136,7 @@ def build(model: Path, out: Path, *, processes: int, max_bytes: int | None) -> N
         *(_long_lines(text) for p in held_out for _, text in sources.texts(p))
     )
     limit = _BYTES_A_PACKAGE if max_bytes is None else max_bytes
-    splits: dict[str, list[np.ndarray]] = {"train": [], "heldout": []}
+    splits: dict[str, list[np.ndarray]] = {"train": [], "heldout": [], "prompts": []}
     records: list[dict[str, Any]] = []
     seen: set[bytes] = set()
     with multiprocessing.get_context("fork").Pool(
@@ -148,9 +151,14 @@ def build(model: Path, out: Path, *, processes: int, max_bytes: int | None) -> N
             )
             kept = _take(documents, seen, limit)
             splits[package.split] += [document.tokens for document in kept]
+            prompts: list[_Document] = []
             if package.split == "train":
                 splits["train"] += [d.chats for d in kept if len(d.chats)]
-            records.append(_record(package, kept))
+                least = min(limit, _PROMPT_BYTES_A_PACKAGE)
+                jobs = _paths_to_jobs(package, package.tests, least)
+                prompts = _take(pool.imap(_Worker.run, jobs, chunksize=8), seen, least)
+                splits["prompts"] += [document.tokens for document in prompts]
+            records.append(_record(package, kept, prompts))
     order = np.random.default_rng(_SEED).permutation(len(splits["train"]))
     splits["train"] = [splits["train"][i] for i in order]
     _write(out, splits, Codec(model).bytes_per_token, records)
@@ -168,20 +176,29 @@ def _held_out(job: tuple[str, Path | str]) -> _Document | None:
 
 
 def _jobs(package: Package, limit: int) -> list[tuple[str, Path | str]]:
-    """Returns a package's texts, in an order of no meaning where not all fit."""
-    paths = sorted(
-        package.paths, key=lambda path: hashlib.sha256(path.name.encode()).digest()
-    )
-    jobs: list[tuple[str, Path | str]] = []
+    """Returns a package's texts to train on."""
+    jobs = _paths_to_jobs(package, package.paths, limit)
     if package.description:
-        jobs.append((f"{package.name}/METADATA", package.description))
+        return [(f"{package.name}/METADATA", package.description), *jobs]
+    return jobs
+
+
+def _paths_to_jobs(
+    package: Package, paths: tuple[Path, ...], limit: int
+) -> list[tuple[str, Path | str]]:
+    """Returns files with their names, in an order of no meaning where not all fit."""
+    jobs: list[tuple[str, Path | str]] = []
     total = 0
-    for path in paths:
+    for path in sorted(paths, key=_name_digest):
         total += path.stat().st_size
         if total > 1.5 * limit:
             break
         jobs.append((f"{package.name}/{path.name}", path))
     return jobs
+
+
+def _name_digest(path: Path) -> bytes:
+    return hashlib.sha256(path.name.encode()).digest()
 
 
 def _take(
@@ -199,7 +216,9 @@ def _take(
     return kept
 
 
-def _record(package: Package, kept: list[_Document]) -> dict[str, Any]:
+def _record(
+    package: Package, kept: list[_Document], prompts: list[_Document]
+) -> dict[str, Any]:
     return {
         "name": package.name,
         "version": package.version,
@@ -207,6 +226,7 @@ def _record(package: Package, kept: list[_Document]) -> dict[str, Any]:
         "licence_files": list(package.licence_files)[:4],
         "files": len(kept),
         "bytes": sum(document.num_bytes for document in kept),
+        "prompt_bytes": sum(document.num_bytes for document in prompts),
         "split": package.split,
     }
 
@@ -217,7 +237,8 @@ def _write(
     bytes_per_token: np.ndarray,
     records: list[dict[str, Any]],
 ) -> None:
-    arrays = {name: np.concatenate(parts) for name, parts in splits.items()}
+    nothing = np.zeros(0, np.uint16)
+    arrays = {name: np.concatenate([nothing, *p]) for name, p in splits.items()}
     arrays["bytes_per_token"] = bytes_per_token
     sizes, digests = {}, {}
     for name, array in arrays.items():
@@ -229,6 +250,7 @@ def _write(
     totals: collections.Counter[str] = collections.Counter()
     for record in records:
         totals[record["split"]] += record["bytes"]
+        totals["prompts"] += record["prompt_bytes"]
     manifest = {"tokens": sizes, "bytes": dict(totals), "sha256": digests}
     _write_json(out / "manifest.json", manifest)
 

@@ -10,7 +10,7 @@ import importlib.metadata
 import re
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -18,20 +18,28 @@ from typing import Literal
 HELD_OUT = frozenset({"click", "httpx", "jinja2", "rich"})
 
 # SPDX names, and what older metadata write for them.
-PERMISSIVE = (
-    r"mit(-cmu|-0)?( license)?|(the )?mit licen[cs]e( \(mit\))?|0bsd|zlib|isc|unlicense|"
-    r"(new |modified |simplified |3-clause |2-clause )?bsd([- ][23][- ]clause)?"
-    r"( licen[cs]e)?|"
-    r"isc licen[cs]e \(iscl\)|cc0-1\.0|bsl-1\.0|apache-2\.0 with llvm-exception|psf(-2\.0)?|python-2\.0(\.1)?|"
-    r"python software foundation licen[cs]e|hpnd|"
-    r"historical permission notice and disclaimer \(hpnd\)|"
-    r"(the )?apache([- ]software)?([ -]licen[cs]e)?,?( version)?[ -]?(2(\.0)?)?"
-    r"( licen[cs]e)?"
+_LICENCE = r"( licen[cs]e)?"
+PERMISSIVE = "|".join(
+    (
+        r"mit(-cmu|-0)?" + _LICENCE,
+        r"the mit licen[cs]e|mit licen[cs]e \(mit\)",
+        r"(new |modified |simplified |[23]-clause )?bsd([- ][23][- ]clause)?"
+        + _LICENCE,
+        r"(the )?apache([- ]software)?([ -]licen[cs]e)?,?( version)?[ -]?(2(\.0)?)?"
+        + _LICENCE,
+        r"apache-2\.0 with llvm-exception",
+        r"isc( licen[cs]e \(iscl\))?",
+        r"psf(-2\.0)?|python-2\.0(\.1)?|python software foundation licen[cs]e",
+        r"hpnd|historical permission notice and disclaimer \(hpnd\)",
+        r"0bsd|zlib|unlicense|cc0-1\.0|bsl-1\.0",
+    )
 )
 _SUFFIXES = (".py", ".md", ".rst")
-# Tests are long and dull; the others are copies of other projects.
+# Long and dull, but good for prompts that the target has not learnt by heart.
+_TESTS = {"test", "tests", "testing", "idle_test"}
+# Copies of other projects, mostly.
 _LEFT_OUT = {
-    *("test", "tests", "testing", "idle_test", "idlelib", "turtledemo", "lib2to3"),
+    *("idlelib", "turtledemo", "lib2to3"),
     *("vendor", "_vendor", "vendored", "_vendored", "third_party", "extern"),
     *("externals", "_externals", "site-packages", "dist-packages", "ensurepip"),
     *("pydoc_data", "_vendored_packages", "bundled"),
@@ -45,7 +53,8 @@ class Package:
     Attributes:
       licence: As its metadata give it.
       licence_files: Where its text lies, as the distribution names it.
-      paths: Files, in order.
+      paths: Files to train on, in order.
+      tests: Files to prompt with.
       description: The metadata's long text, often a README; may be empty.
     """
 
@@ -54,6 +63,7 @@ class Package:
     licence: str
     licence_files: tuple[str, ...]
     paths: tuple[Path, ...]
+    tests: tuple[Path, ...]
     description: str
 
     @property
@@ -74,13 +84,14 @@ def packages() -> list[Package]:
 
 def _standard_library() -> Package:
     root = Path(sysconfig.get_paths()["stdlib"])
-    paths = sorted(path for path in root.rglob("*.py") if _wanted(path, root))
+    paths, tests = _sorted_files(root.rglob("*.py"), root)
     return Package(
         name="python",
         version=".".join(map(str, sys.version_info[:3])),
         licence="PSF-2.0",
         licence_files=("LICENSE.txt",),
-        paths=tuple(paths),
+        paths=paths,
+        tests=tests,
         description="",
     )
 
@@ -94,10 +105,8 @@ def _package(distribution: importlib.metadata.Distribution) -> Package | None:
     name = re.sub(r"[-_.]+", "-", metadata["Name"]).lower()
     files = distribution.files or []
     root = Path(str(distribution.locate_file("")))
-    paths = sorted(
-        path
-        for path in (Path(str(distribution.locate_file(file))) for file in files)
-        if path.suffix in _SUFFIXES and _wanted(path, root)
+    paths, tests = _sorted_files(
+        (Path(str(distribution.locate_file(file))) for file in files), root
     )
     texts = [str(f) for f in files if re.search(r"(?i)licen[cs]e|copying", f.name)]
     body = metadata.get_payload()
@@ -106,16 +115,28 @@ def _package(distribution: importlib.metadata.Distribution) -> Package | None:
         version=distribution.version,
         licence=licence,
         licence_files=tuple(t for t in texts if not t.endswith(".py")),
-        paths=tuple(paths),
+        paths=paths,
+        tests=tests,
         description=body if isinstance(body, str) else "",
     )
 
 
-def _wanted(path: Path, root: Path) -> bool:
-    if not path.is_relative_to(root):
-        return False
-    parts = path.relative_to(root).parts
-    return not _LEFT_OUT.intersection(parts) and path.is_file()
+def _sorted_files(
+    paths: Iterable[Path], root: Path
+) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
+    """Returns the files of a distribution to train on, and its tests."""
+    kept, tests = [], []
+    for path in sorted(paths):
+        if path.suffix not in _SUFFIXES or not path.is_relative_to(root):
+            continue
+        parts = _parts(path, root)
+        if not _LEFT_OUT.intersection(parts) and path.is_file():
+            (tests if _TESTS.intersection(parts) else kept).append(path)
+    return tuple(kept), tuple(tests)
+
+
+def _parts(path: Path, root: Path) -> tuple[str, ...]:
+    return path.relative_to(root).parts
 
 
 def licence_of(metadata: email.message.Message) -> str | None:

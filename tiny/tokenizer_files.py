@@ -81,7 +81,9 @@ def write_ranks(path: Path, tokens: list[bytes]) -> None:
 
 def read_ranks(path: Path) -> list[bytes]:
     """Returns the tokens of a file that `write_ranks` wrote."""
-    return [base64.b64decode(line.split()[0]) for line in path.open("rb")]
+    return [
+        base64.b64decode(line.split()[0]) for line in path.read_bytes().splitlines()
+    ]
 
 
 def write_tokenizer_config(directory: Path, *, ranks: int) -> None:

@@ -9,6 +9,7 @@ frequent pairs of the installed permissive texts, held-out packages excluded.
 import argparse
 import collections
 import heapq
+import itertools
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -69,7 +70,7 @@ class _PairTable:
 
     def _add(self, index: int, sign: int) -> set[Pair]:
         word = self._words[index]
-        pairs = list(zip(word, word[1:], strict=False))
+        pairs = list(itertools.pairwise(word))
         for pair in pairs:
             self._counts[pair] += sign * self._weights[index]
             if sign > 0:

@@ -20,6 +20,7 @@ from ddtree_jax.errors import ConfigError
 from ddtree_jax.research import acceptance, draft_slots
 from ddtree_jax.research.decode import Decoder
 from ddtree_jax.research.models import load_models
+from ddtree_jax.research.plot import plot_budgets
 from ddtree_jax.research.prompts import Prompts, read_prompts
 from ddtree_jax.research.record import make_record, write_record
 from ddtree_jax.research.shapes import shapes_to_compare
@@ -31,9 +32,6 @@ _PROGRAM = "ddtree_jax.research"
 def accept(flags: argparse.Namespace, argv: Sequence[str]) -> None:
     """Measures acceptance lengths; see `acceptance.measure`."""
     begin = time.monotonic()
-    if flags.plot is not None:
-        # Here, so that a missing matplotlib shows before the measurement.
-        from ddtree_jax.research.plot import plot_budgets
     decoder, prompts = _set_up(flags)
     horizon = decoder.models.draft_config.draft_horizon
     shapes = shapes_to_compare(flags.shapes, flags.budgets, horizon)

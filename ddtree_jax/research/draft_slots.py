@@ -137,6 +137,9 @@ def measure_slots(
         plain, prompts, budget=0, temperature=0.0, max_tokens=max_tokens
     )
     texts = [a.tokens[:max_tokens] for a in answers]
+    horizon = decoder.models.draft_config.draft_horizon
+    if max(map(len, texts)) <= horizon:
+        raise EngineError(f"no text is longer than a draft, {horizon}: --max-tokens")
     probe = make_probe(decoder)
     parts: list[tuple[np.ndarray, ...]] = []
     for begin in range(0, len(prompts), decoder.slots):
@@ -190,10 +193,6 @@ def _rows(loss, rank, entropy, known, case) -> list[dict[str, Any]]:
     rows = []
     for j in range(loss.shape[1]):
         at = known[:, j]
-        if not at.any() or not whole.any():
-            raise EngineError(
-                f"no text is longer than {loss.shape[1]} tokens: raise --max-tokens"
-            )
         rows.append(
             {
                 "case": {**case, "slot": j + 1},

@@ -72,7 +72,9 @@ def keep_threshold(
     probability = weight / jnp.sum(weight, axis=-1, keepdims=True)
     # A token stays while the mass before it is below top_p; the first always does.
     before = jnp.cumsum(probability, axis=-1) - probability
-    kept &= (before < sampling.top_p[:, None, None]) | (rank == 0)
+    top_p = sampling.top_p[:, None, None]
+    # Sums can round up to 1, so "all" cannot be left to the comparison.
+    kept &= (before < top_p) | (top_p >= 1) | (rank == 0)
     kept &= weight >= sampling.min_p[:, None, None]
     last = jnp.sum(kept, axis=-1, keepdims=True) - 1
     return jnp.take_along_axis(ordered, last, axis=-1)[..., 0]

@@ -33,6 +33,7 @@ class StepStatus(enum.IntEnum):
     IDLE = 1  # the slot is not active; nothing was done
     NON_FINITE = 2  # logits on the accepted path hold NaN or infinity
     NO_ROOM = 3  # max_context_len is reached; nothing can be committed
+    DRAFT_NON_FINITE = 4  # the drafter's logits do; its tree would be a lie
 
 
 class Params(NamedTuple):

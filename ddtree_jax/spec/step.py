@@ -105,7 +105,7 @@ def _step(
     build_tree: TreeBuilder,
 ) -> tuple[SpecState, StepResult]:
     horizon = dc.draft_horizon if dc is not None and num_nodes > 1 else 0
-    tree = _draft_tree(params, state, dc, num_nodes, build_tree=build_tree)
+    tree, misdrafted = _draft_tree(params, state, dc, num_nodes, build_tree=build_tree)
     with jax.named_scope("verify"):
         out = _verify(params, state, tree, c, dc, max_depth=horizon)
         logits = head_logits(params.target.head[...], out.hidden)
@@ -117,7 +117,7 @@ def _step(
         accepted = walk(tree, choice, room, horizon=horizon)
         path = accepted.accepted_path
         bad = jnp.take_along_axis(_non_finite(logits), path, axis=1)
-        status = _status(state.active, room, jnp.any(bad, axis=1))
+        status = _status(state.active, room, jnp.any(bad, axis=1), misdrafted)
         num_tokens = jnp.where(
             status == StepStatus.OK, accepted.num_accepted + 1, 0
         ).astype(jnp.int32)
@@ -152,10 +152,12 @@ def _draft_tree(
     num_nodes: int,
     *,
     build_tree: TreeBuilder,
-) -> DraftTree:
+) -> tuple[DraftTree, Bool[Array, "B"]]:
+    """Returns the trees, and for which slots the drafter's logits are not finite."""
     draft, draft_cache = params.draft, state.draft_cache
     if num_nodes == 1 or dc is None or draft is None or draft_cache is None:
-        return chain(state.root_token[:, None], jnp.ones_like(state.root_token))
+        lone = chain(state.root_token[:, None], jnp.ones_like(state.root_token))
+        return lone, jnp.zeros_like(state.active)
     with jax.named_scope("draft"):
         hidden = draft_hidden(
             draft,
@@ -171,9 +173,12 @@ def _draft_tree(
     with jax.named_scope("build"):
         # An idle slot is a lone root, so that it costs no expert weights.
         budget = jnp.where(state.active, state.tree_budget, 0)
-        return build_tree(
+        # One NaN spoils the sum that every log-probability of its row contains.
+        misdrafted = jnp.any(~jnp.isfinite(log_probs[..., 0]), axis=1) & (budget > 0)
+        tree = build_tree(
             log_probs, token_ids, state.root_token, budget, num_nodes=num_nodes
         )
+    return tree, misdrafted
 
 
 def _verify(
@@ -235,7 +240,8 @@ def _prefill(
         choice = choose(logits, (start + count)[:, None], sampling)
         # Without room for the whole chunk nothing of it is committed.
         room = of_slot(state.max_context_len) - start - (count - 1)
-        status = _status(jnp.ones(1, bool), room, _non_finite(logits)[:, 0])
+        always = jnp.ones(1, bool)
+        status = _status(always, room, _non_finite(logits)[:, 0], ~always)
         ok = status == StepStatus.OK
     with jax.named_scope("commit"):
         written = jnp.where(ok, count, 0).astype(jnp.int32)
@@ -267,9 +273,12 @@ def _non_finite(logits: Float[Array, "B N V_local"]) -> Bool[Array, "B N"]:
     return jax.lax.psum(bad, TENSOR) > 0
 
 
-def _status(active: Array, room: Array, non_finite: Array) -> I32[Array, "B"]:
+def _status(
+    active: Array, room: Array, non_finite: Array, misdrafted: Array
+) -> I32[Array, "B"]:
     """Returns a StepStatus a slot; the first reason of its declaration order wins."""
-    status = jnp.where(room < 1, StepStatus.NO_ROOM, StepStatus.OK)
+    status = jnp.where(misdrafted, StepStatus.DRAFT_NON_FINITE, StepStatus.OK)
+    status = jnp.where(room < 1, StepStatus.NO_ROOM, status)
     status = jnp.where(non_finite, StepStatus.NON_FINITE, status)
     return jnp.where(active, status, StepStatus.IDLE).astype(jnp.int32)
 

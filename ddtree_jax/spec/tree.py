@@ -148,8 +148,8 @@ def build(
 ) -> DraftTree:
     """Returns the tree of the most probable prefixes, best first.
 
-    Ties go to the shallower node, then to the smaller rank path, so a parent
-    always precedes its children.
+    Ties go to the shallower node, then to the better prefix, then to the better
+    token, so a parent always precedes its children.
 
     Args:
       log_probs: The K largest log-probabilities of each position, descending.

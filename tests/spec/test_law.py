@@ -179,7 +179,6 @@ def test_three_tokens_follow_the_law_of_the_target(num_nodes, rounds):
     counts, num_tokens = sampler(num_nodes).counts(rounds)
     assert counts.sum() == rounds * 256
     p = p_values(counts)
-    print(p, num_tokens.mean(), (counts > 0).sum())
     assert min(p.values()) > LEAST_P, p
     accepted = (num_tokens > 1).mean()
     assert accepted > 0.3 if num_nodes > 1 else accepted == 0
@@ -188,9 +187,8 @@ def test_three_tokens_follow_the_law_of_the_target(num_nodes, rounds):
 def test_eight_devices_follow_the_law_too():
     """And yield what one device yields, token for token."""
     eight = sampler(9, 128, 8)
-    counts, num_tokens = eight.counts(12)
+    counts, num_tokens = eight.counts(8)
     p = p_values(counts)
-    print(p, num_tokens.mean(), (counts > 0).sum())
     assert min(p.values()) > LEAST_P, p
     assert (num_tokens > 1).mean() > 0.3
     got, _ = eight.sample(np.arange(128), 8)
@@ -230,9 +228,8 @@ def test_wrong_noise_is_noticed(monkeypatch):
     monkeypatch.setattr(sampling, "gumbel_noise", wrong)
     tied = Sampler(1, 9, 256)
     for first_seed in (SAME_AT_EVERY_POSITION, BY_NODE):
-        counts, _ = tied.counts(8, first_seed=first_seed)
+        counts, _ = tied.counts(6, first_seed=first_seed)
         p = p_values(counts)
-        print(p)
         assert p["joint"] < REJECTED, (first_seed, p)
         # The first token alone does not show it.
         assert p["token 0"] > LEAST_P, (first_seed, p)

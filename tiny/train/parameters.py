@@ -90,13 +90,18 @@ def layer(params: Params, prefix: str, index: int) -> Params:
     }
 
 
-def straight_through(weight: Array) -> Array:
-    """Returns the weight rounded to INT4; its gradient is the weight's own."""
+def straight_through(weight: Array, amount: Array) -> Array:
+    """Returns the weight moved to its INT4 rounding; the gradient is its own.
+
+    Args:
+      amount: 0 for the weight as it is, 1 for the rounded one.
+    """
     groups = weight.reshape(*weight.shape[:-1], -1, GROUP_SIZE)
     amax = jnp.max(jnp.abs(groups), axis=-1, keepdims=True)
     scale = jnp.maximum(amax / 7.5, 1e-12)
     rounded = jnp.clip(jnp.rint(groups / scale), -8, 7) * scale
-    return weight + jax.lax.stop_gradient(rounded.reshape(weight.shape) - weight)
+    error = rounded.reshape(weight.shape) - weight
+    return weight + amount * jax.lax.stop_gradient(error)
 
 
 def quantise(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -110,7 +115,7 @@ def quantise(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     groups = groups.reshape(*weight.shape[:-1], -1, GROUP_SIZE)
     amax = np.abs(groups).max(axis=-1, keepdims=True)
     scale = (amax / np.float32(7.5)).astype(ml_dtypes.bfloat16)
-    if not (scale > 0).all():
+    if not amax.all():
         raise ValueError("a group of 32 weights is zero; expected trained weights")
     quotient = (groups / scale.astype(np.float32)).astype(ml_dtypes.bfloat16)
     q = np.rint(quotient.astype(np.float32)).clip(-8, 7)

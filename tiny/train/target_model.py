@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ddtree_jax.arrays import F32, I32, Array, Float
+from ddtree_jax.arrays import F32, I32, Array, Bool, Float
 from ddtree_jax.config import ModelConfig
 from ddtree_jax.model.layers import rms_norm
 from ddtree_jax.model.moe import route
@@ -108,18 +108,40 @@ def attend(
     value = jnp.einsum("btl,hdl->bthd", rows.latent, p["attention/v_up"])
     shared = jnp.broadcast_to(rows.rope[:, :, None], rows.q_rope.shape)
     query = jnp.concatenate([rows.q_nope, rows.q_rope], axis=-1)
-    # The library wants values as wide as keys.
+    # The library wants values as wide as keys, and promotes bfloat16 to float32.
     padding = c.qk_head_dim - c.v_head_dim
-    mixed = jax.nn.dot_product_attention(
-        query,
-        jnp.concatenate([k_nope, shared], axis=-1),
-        jnp.pad(value, ((0, 0), (0, 0), (0, 0), (0, padding))),
-        scale=c.softmax_scale,
-        is_causal=True,
-        implementation=implementation,
-    )
+    with jax.numpy_dtype_promotion("standard"):
+        mixed = jax.nn.dot_product_attention(
+            query,
+            jnp.concatenate([k_nope, shared], axis=-1),
+            jnp.pad(value, ((0, 0), (0, 0), (0, 0), (0, padding))),
+            scale=c.softmax_scale,
+            is_causal=True,
+            implementation=implementation,
+        )
     mixed = mixed[..., : c.v_head_dim]
     return jnp.einsum("bthd,mhd->btm", mixed, p["attention/o"])
+
+
+def choose_attention(c: ModelConfig) -> Attention:
+    """Returns cuDNN's attention where it runs, and says so where it does not."""
+    if jax.default_backend() != "gpu":
+        return "xla"
+    head = jnp.ones((1, 128, c.num_attention_heads, c.qk_head_dim), jnp.bfloat16)
+
+    def total(query):
+        mixed = jax.nn.dot_product_attention(
+            query, head, head, is_causal=True, implementation="cudnn"
+        )
+        return jnp.sum(mixed.astype(jnp.float32))
+
+    try:
+        jax.block_until_ready(jax.jit(jax.grad(total))(head))
+    except Exception as error:  # Whatever cuDNN, XLA or JAX says about it.
+        reason = str(error).partition("\n")[0]
+        print(f"attention through XLA, since cuDNN's does not run: {reason}")
+        return "xla"
+    return "cudnn"
 
 
 def feed_forward(
@@ -132,7 +154,7 @@ def feed_forward(
     tokens = h.reshape(-1, h.shape[-1])
     ids, chosen = route(tokens, p["router"], p["router_bias"], c)
     picked = jax.nn.one_hot(ids, c.n_routed_experts, dtype=jnp.float32)
-    weights = jnp.einsum("tke,tk->te", picked, chosen)
+    weights = jnp.sum(picked * chosen[..., None], axis=1)
     gate = jnp.einsum("tm,eim->tei", tokens, p["experts/gate"])
     up = jnp.einsum("tm,eim->tei", tokens, p["experts/up"])
     inner = jax.nn.silu(gate) * up * weights.astype(h.dtype)[..., None]
@@ -148,13 +170,27 @@ def swiglu(h: Float[Array, "B T M"], p: Params, prefix: str) -> Float[Array, "B 
     return jnp.einsum("bti,mi->btm", jax.nn.silu(gate) * up, p[f"{prefix}down"])
 
 
+class Losses(NamedTuple):
+    """How well the labels were foreseen.
+
+    Attributes:
+      nll: Minus the logarithm of each label's probability.
+      divisor: Logarithm of each softmax's divisor.
+      right: Whether the label is the most probable token.
+    """
+
+    nll: F32[Array, "B T"]
+    divisor: F32[Array, "B T"]
+    right: Bool[Array, "B T"]
+
+
 def token_losses(
     head: Float[Array, "V M"],
     hidden: Float[Array, "B T M"],
     labels: I32[Array, "B T"],
-) -> tuple[F32[Array, "B T"], F32[Array, "B T"]]:
-    """Returns -log p of each label, and the logarithm of each softmax's divisor."""
+) -> Losses:
+    """Returns the losses of labels under the head's softmax."""
     logits = jnp.einsum("btm,vm->btv", hidden, head).astype(jnp.float32)
     divisor = jax.nn.logsumexp(logits, axis=-1)
     chosen = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
-    return divisor - chosen, divisor
+    return Losses(divisor - chosen, divisor, jnp.argmax(logits, axis=-1) == labels)
