@@ -151,14 +151,17 @@ def build(model: Path, out: Path, *, processes: int, max_bytes: int | None) -> N
             )
             kept = _take(documents, seen, limit)
             splits[package.split] += [document.tokens for document in kept]
-            prompts: list[_Document] = []
             if package.split == "train":
                 splits["train"] += [d.chats for d in kept if len(d.chats)]
-                least = min(limit, _PROMPT_BYTES_A_PACKAGE)
-                jobs = _paths_to_jobs(package, package.tests, least)
-                prompts = _take(pool.imap(_Worker.run, jobs, chunksize=8), seen, least)
-                splits["prompts"] += [document.tokens for document in prompts]
-            records.append(_record(package, kept, prompts))
+            records.append(_record(package, kept))
+        # After all else, so that what is trained on does not depend on them.
+        limit = min(limit, _PROMPT_BYTES_A_PACKAGE)
+        for package, record in zip(found, records, strict=True):
+            tests = package.tests if package.split == "train" else ()
+            jobs = _paths_to_jobs(package, tests, limit)
+            kept = _take(pool.imap(_Worker.run, jobs, chunksize=8), seen, limit)
+            splits["prompts"] += [document.tokens for document in kept]
+            record["prompt_bytes"] = sum(document.num_bytes for document in kept)
     order = np.random.default_rng(_SEED).permutation(len(splits["train"]))
     splits["train"] = [splits["train"][i] for i in order]
     _write(out, splits, Codec(model).bytes_per_token, records)
@@ -216,9 +219,7 @@ def _take(
     return kept
 
 
-def _record(
-    package: Package, kept: list[_Document], prompts: list[_Document]
-) -> dict[str, Any]:
+def _record(package: Package, kept: list[_Document]) -> dict[str, Any]:
     return {
         "name": package.name,
         "version": package.version,
@@ -226,7 +227,6 @@ def _record(
         "licence_files": list(package.licence_files)[:4],
         "files": len(kept),
         "bytes": sum(document.num_bytes for document in kept),
-        "prompt_bytes": sum(document.num_bytes for document in prompts),
         "split": package.split,
     }
 
@@ -250,7 +250,7 @@ def _write(
     totals: collections.Counter[str] = collections.Counter()
     for record in records:
         totals[record["split"]] += record["bytes"]
-        totals["prompts"] += record["prompt_bytes"]
+        totals["prompts"] += record.get("prompt_bytes", 0)
     manifest = {"tokens": sizes, "bytes": dict(totals), "sha256": digests}
     _write_json(out / "manifest.json", manifest)
 

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from ddtree_jax.config import DraftConfig, ModelConfig
 from ddtree_jax.errors import ConfigError
-from ddtree_jax.hf_config import read_stop_token_ids
+from ddtree_jax.hf_config import check_draft_fits, read_stop_token_ids
 from ddtree_jax.mesh import make_mesh
 from ddtree_jax.model.restore import restore_draft, restore_target
 from ddtree_jax.spec import Params
@@ -55,7 +55,7 @@ def load_models(
     draft_config, draft = restore_draft(
         directory / "draft", mesh, dtype=jnp.dtype(dtype), rope_amplitude=rope_amplitude
     )
-    _check_pair(draft_config, config)
+    check_draft_fits(draft_config, config)
     return Models(
         config,
         shift_features(draft_config, feature_offset),
@@ -80,16 +80,3 @@ def shift_features(draft_config: DraftConfig, offset: int) -> DraftConfig:
                 f"--feature-offset {offset}: layer {layer} is outside 0 .. {last}"
             )
     return dataclasses.replace(draft_config, target_layer_ids=ids)
-
-
-def _check_pair(draft: DraftConfig, target: ModelConfig) -> None:
-    pairs = {
-        "hidden_size": (draft.hidden_size, target.hidden_size),
-        "vocab_size": (draft.vocab_size, target.vocab_size),
-        "num_target_layers": (draft.num_target_layers, target.num_hidden_layers),
-    }
-    for name, (got, want) in pairs.items():
-        if got != want:
-            raise ConfigError(
-                f"the drafter's {name} is {got}, but the target's is {want}"
-            )

@@ -19,6 +19,20 @@ from tiny.train.target_model import (
 )
 
 
+class WritingPlan(NamedTuple):
+    """How each text is written.
+
+    Attributes:
+      prompt_lengths: How many of the given tokens come first.
+      chance_until: Up to which token temperature 1 rules, for prompts of its own.
+      temperatures: Of the tokens after that; at 0 the most probable one follows.
+    """
+
+    prompt_lengths: I32[Array, "B"]
+    chance_until: I32[Array, "B"]
+    temperatures: F32[Array, "B"]
+
+
 class _Cache(NamedTuple):
     """One layer's rows of all places."""
 
@@ -28,12 +42,10 @@ class _Cache(NamedTuple):
 
 @functools.cache
 def make_generator(c: ModelConfig, length: int, *, end: int):
-    """Returns `generate(params, prompts, prompt_lengths, temperatures, key)`.
+    """Returns `generate(params, given, plan, key)` → `[B, length]` tokens.
 
-    Of the given `[B, length]` texts the first `prompt_lengths` tokens are prompts.
     The result is the prompts and what the target says; after a text that it ended
     the given one goes on, since a greedy target would begin the same text each time.
-    At temperature 0 the most probable token follows.
 
     Args:
       end: The token that ends a text.
@@ -42,12 +54,11 @@ def make_generator(c: ModelConfig, length: int, *, end: int):
     @jax.jit
     def generate(
         params: Params,
-        prompts: I32[Array, "B T"],
-        prompt_lengths: I32[Array, "B"],
-        temperatures: F32[Array, "B"],
+        given: I32[Array, "B T"],
+        plan: WritingPlan,
         key: Array,
     ) -> I32[Array, "B T"]:
-        batch = prompts.shape[0]
+        batch = given.shape[0]
         dtype = params["embed"].dtype
         empty = _Cache(
             jnp.zeros((batch, length, c.kv_lora_rank), dtype),
@@ -57,13 +68,15 @@ def make_generator(c: ModelConfig, length: int, *, end: int):
         def step(carry, place):
             caches, token, ended = carry
             logits, caches = _decode(params, c, token, place, caches)
+            at_chance = place + 1 < plan.chance_until
+            temperatures = jnp.where(at_chance, 1.0, plan.temperatures)
             drawn = _sample(logits, temperatures, jax.random.fold_in(key, place))
-            given = prompts[:, jnp.minimum(place + 1, length - 1)]
-            forced = (place + 1 < prompt_lengths) | ended
+            follows = given[:, jnp.minimum(place + 1, length - 1)]
+            forced = (place + 1 < plan.prompt_lengths) | ended
             ended = ended | (~forced & (drawn == end))
-            return (caches, jnp.where(forced, given, drawn), ended), token
+            return (caches, jnp.where(forced, follows, drawn), ended), token
 
-        start = ([empty] * c.num_hidden_layers, prompts[:, 0], jnp.zeros(batch, bool))
+        start = ([empty] * c.num_hidden_layers, given[:, 0], jnp.zeros(batch, bool))
         places = jnp.arange(length, dtype=jnp.int32)
         return jax.lax.scan(step, start, places)[1].T
 

@@ -108,17 +108,16 @@ def attend(
     value = jnp.einsum("btl,hdl->bthd", rows.latent, p["attention/v_up"])
     shared = jnp.broadcast_to(rows.rope[:, :, None], rows.q_rope.shape)
     query = jnp.concatenate([rows.q_nope, rows.q_rope], axis=-1)
-    # The library wants values as wide as keys, and promotes bfloat16 to float32.
+    # The library wants values as wide as keys.
     padding = c.qk_head_dim - c.v_head_dim
-    with jax.numpy_dtype_promotion("standard"):
-        mixed = jax.nn.dot_product_attention(
-            query,
-            jnp.concatenate([k_nope, shared], axis=-1),
-            jnp.pad(value, ((0, 0), (0, 0), (0, 0), (0, padding))),
-            scale=c.softmax_scale,
-            is_causal=True,
-            implementation=implementation,
-        )
+    mixed = jax.nn.dot_product_attention(
+        query,
+        jnp.concatenate([k_nope, shared], axis=-1),
+        jnp.pad(value, ((0, 0), (0, 0), (0, 0), (0, padding))),
+        scale=c.softmax_scale,
+        is_causal=True,
+        implementation=implementation,
+    )
     mixed = mixed[..., : c.v_head_dim]
     return jnp.einsum("bthd,mhd->btm", mixed, p["attention/o"])
 
