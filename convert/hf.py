@@ -70,10 +70,11 @@ def convert_hf(source: Path, destination: Path, *, draft: Path | None) -> None:
     total = sum(leaf.nbytes for _, plan, _, _ in plans for leaf in _leaves(plan))
     _check_space(destination, total)
     reporting = contextlib.closing(make_reporter(total))
+    converted = [opened.directory for opened, *_ in plans]
     with staged(destination) as staging, reporting as reporter:
         # The main directory's manifest is written last.
         for opened, plan, is_target, place in reversed(plans):
-            _write(opened, plan, staging / place, is_target, reporter)
+            _write(opened, plan, staging / place, is_target, reporter, converted)
     print(f"{destination}: {total} bytes written")
 
 
@@ -93,10 +94,15 @@ def read_config(directory: Path) -> ModelConfig | DraftConfig:
 
 
 def _write(
-    source: Source, plan: Plan, directory: Path, is_target: bool, reporter: Reporter
+    source: Source,
+    plan: Plan,
+    directory: Path,
+    is_target: bool,
+    reporter: Reporter,
+    converted: list[Path],
 ) -> None:
     directory.mkdir(exist_ok=True)
-    files = _copy_data_files(source, directory)
+    files = _copy_data_files(source, directory, converted)
     digests = write_leaves(
         directory / PARAMS, plan.params, nested=True, reporter=reporter
     )
@@ -114,13 +120,24 @@ def _write(
     )
 
 
-def _copy_data_files(source: Source, directory: Path) -> list[str]:
-    """Returns the names of the files that it copied; says which it did not."""
+def _copy_data_files(
+    source: Source, directory: Path, converted: list[Path]
+) -> list[str]:
+    """Returns the names of the files that it copied; says which it did not.
+
+    Args:
+      converted: Directories that this command converts, which may lie in the source.
+    """
     files = [name for name in DATA_FILES if (source.directory / name).is_file()]
     for name in files:
         shutil.copyfile(source.directory / name, directory / name)
     weights = {file.name for file in source.files} | {INDEX}
-    others = {path.name for path in source.directory.iterdir()} - weights - set(files)
+    known = weights | set(files)
+    others = {
+        path.name
+        for path in source.directory.iterdir()
+        if path.name not in known and path not in converted
+    }
     if others:
         names = ", ".join(sorted(others))
         print(f"not carried from {source.directory}: {names}", file=sys.stderr)

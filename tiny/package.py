@@ -147,6 +147,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=MODEL, metavar="DIR")
     arguments = parser.parse_args()
     target = read_pieces(arguments.weights / "target", "target")
+    arguments.out.mkdir(parents=True, exist_ok=True)
     write_shards(arguments.out, list(target_shards(target)))
     drafter = draft_tensors(read_pieces(arguments.weights / "draft", "draft"))
     (arguments.out / "draft").mkdir(exist_ok=True)

@@ -86,3 +86,7 @@ def write_forms(directory: Path) -> None:
     ):
         (directory / name).write_text(json.dumps(value, indent=2) + "\n")
     write_tokenizer_config(directory, ranks=RANKS)
+
+
+if __name__ == "__main__":
+    write_forms(Path(__file__).with_name("model"))

@@ -116,7 +116,8 @@ def _block_losses(
     batch, num_blocks = anchors.shape
     roots = jnp.take_along_axis(tokens, anchors, axis=1)
     hidden = draft_blocks(params, d, target["embed"], features, roots, anchors)
-    slots = anchors[..., None] + jnp.arange(1, d.draft_block_size, dtype=jnp.int32)
+    steps = jnp.arange(1, d.draft_block_size, dtype=jnp.int32)
+    slots = anchors[..., None] + steps[None, None]
     labels = jnp.take_along_axis(tokens, slots.reshape(batch, -1), axis=1)
     flat = hidden.reshape(batch, -1, hidden.shape[-1])
     losses, _, right = token_losses(target["head"], flat, labels)

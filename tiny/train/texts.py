@@ -17,8 +17,6 @@ from tiny.train.parameters import Params
 # Least and most tokens of a prompt.
 PROMPTS = (32, 192)
 _CHANCE = (8, 64)
-# Below this share of distinct runs of eight a text is one loop.
-_LEAST_DISTINCT = 0.25
 _HELD_OUT_TEXTS = 256
 
 
@@ -30,11 +28,14 @@ class Style(NamedTuple):
       shares: Probabilities of those.
       chance: Share of the texts whose prompt the target lengthens at temperature 1,
         so that greedy text follows on words that it has not learnt by heart.
+      least_distinct: Share of distinct runs of eight tokens below which a text is
+        one loop, and is dropped.
     """
 
     temperatures: tuple[float, ...]
     shares: tuple[float, ...]
     chance: float = 0.0
+    least_distinct: float = 0.0
 
     def plan(self, rng: np.random.Generator, batch: int) -> WritingPlan:
         """Returns lengths and temperatures of a batch."""
@@ -49,7 +50,7 @@ class Style(NamedTuple):
 
 
 # Greedy text, and text with some and with all of the target's chance.
-_MIXED = Style((0.0, 0.7, 1.0), (0.65, 0.15, 0.2), chance=0.5)
+_MIXED = Style((0.0, 0.7, 1.0), (0.65, 0.15, 0.2), chance=0.5, least_distinct=0.25)
 
 
 def load_texts(
@@ -126,17 +127,17 @@ def make_texts(
     texts: list[np.ndarray] = []
     began, count, dropped = time.monotonic(), 0, 0
     for stream in itertools.cycle(streams):
-        if count >= most or time.monotonic() - began >= seconds:
-            break
         offsets = rng.integers(len(stream) - length, size=batch)
         given = stream[offsets[:, None] + np.arange(length)[None]].astype(np.int32)
         key = jax.random.key(int(rng.integers(2**31)))
         written = generate(target, jnp.asarray(given), style.plan(rng, batch), key)
-        good = np.asarray(distinct_share(written, 8) >= _LEAST_DISTINCT)
+        good = np.asarray(distinct_share(written, 8) >= style.least_distinct)
         texts.append(np.asarray(written)[good].astype(np.uint16))
         count += int(good.sum())
         dropped += int((~good).sum())
         log.write(texts=count, loops_dropped=dropped, seconds=time.monotonic() - began)
+        if count >= most or time.monotonic() - began >= seconds:
+            break
     if not count:
         raise ValueError("every text was one loop; is the target trained?")
     return np.concatenate(texts)[:most]
