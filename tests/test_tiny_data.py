@@ -14,6 +14,7 @@ import pytest
 from ddtree_jax.engine import tokenizer
 from tiny import corpus, tokenizer_files
 from tiny.dialogues import dialogues
+from tiny.heldout import write_heldout
 from tiny.sources import HELD_OUT, licence_of, packages, usable
 from tiny.vocabulary import count_words, train
 
@@ -172,3 +173,11 @@ def test_committed_list_names_a_licence_for_every_package():
     assert {r["name"] for r in records if r["split"] == "heldout"} == HELD_OUT
     assert all(r["licence"] and r["version"] for r in records)
     assert sum(r["bytes"] for r in records) > 100_000_000
+
+
+def test_heldout_files_are_those_of_the_heldout_packages(tmp_path):
+    count = write_heldout(tmp_path)
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == count > 20
+    assert {file.name.split("-")[0] for file in files} == HELD_OUT
+    assert all(file.suffix == ".py" and file.stat().st_size > 3000 for file in files)

@@ -1,4 +1,4 @@
-"""Owns the small models that the project makes for itself. Does not know JAX.
+"""Owns the small trained model of the repository, and the recipe that made it.
 
-Read `random_checkpoint.py` first. The package never imports this one.
+Read docs/tiny.md first. The package never imports this one.
 """

@@ -1,16 +1,14 @@
 """Makes chat.json: prompts by transformers' Jinja and tiktoken, and their answers."""
 
-import base64
-import json
 from pathlib import Path
 
-import tiktoken
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from tiny.tokenizer_files import SPECIAL_OFFSETS, special_token_id
 
 from .checkpoint_files import write_json
 from .decode import greedy, reply
+from .encoding import load_encoding
 from .load import load_target
 from .margins import check
 
@@ -46,25 +44,9 @@ CONVERSATIONS = (
 )
 
 
-def _encoding(target: Path) -> tiktoken.Encoding:
-    """The tokenizer of a checkpoint whose tokens are bytes and special tokens."""
-    config = json.loads((target / "tokenizer_config.json").read_text())
-    lines = (target / "tiktoken.model").read_text().splitlines()
-    pairs = (line.split() for line in lines)
-    return tiktoken.Encoding(
-        target.name,
-        pat_str=r"[\s\S]",  # bytes never merge, so words may be cut anywhere
-        mergeable_ranks={base64.b64decode(token): int(rank) for token, rank in pairs},
-        special_tokens={
-            entry["content"]: int(token_id)
-            for token_id, entry in config["added_tokens_decoder"].items()
-        },
-    )
-
-
 def build(directory: Path, target: Path) -> None:
     """Writes chat.json into `directory` for the checkpoint `target`."""
-    model, encoding = load_target(target), _encoding(target)
+    model, encoding = load_target(target), load_encoding(target)
     template = (target / "chat_template.jinja").read_text()
     entries = []
     for name, messages, kwargs in CONVERSATIONS:

@@ -1,5 +1,6 @@
-"""Loads the tiny checkpoints with other people's model code, in float32."""
+"""Loads the small checkpoints with other people's model code, in float32."""
 
+import json
 from pathlib import Path
 
 import torch
@@ -7,6 +8,8 @@ from dflash import DFlashDraftModel
 from transformers import (
     AutoModelForImageTextToText,
     CompressedTensorsConfig,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Qwen3Config,
 )
 
@@ -30,6 +33,24 @@ def load_target(path: Path) -> torch.nn.Module:
     )
     _check_complete(path, info)
     # The experts stay bfloat16 whatever dtype asks for.
+    return model.float().eval()
+
+
+def load_text_target(path: Path) -> torch.nn.Module:
+    """Returns transformers' deepseek_v3, the text model inside kimi_k25, from a
+    checkpoint without a vision tower; numbers as in `load_target`."""
+    text = json.loads((path / "config.json").read_text())["text_config"]
+    model, info = DeepseekV3ForCausalLM.from_pretrained(
+        path,
+        config=DeepseekV3Config(**text | {"model_type": "deepseek_v3"}),
+        key_mapping={r"^language_model\.": ""},
+        dtype=torch.float32,
+        quantization_config=CompressedTensorsConfig(dequantize=True),
+        attn_implementation="eager",
+        experts_implementation="eager",
+        output_loading_info=True,
+    )
+    _check_complete(path, info)
     return model.float().eval()
 
 

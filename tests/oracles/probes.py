@@ -1,4 +1,4 @@
-"""Records what happens inside transformers' kimi_k25. Changes nothing in it."""
+"""Records what happens inside transformers' models. Changes nothing in them."""
 
 import contextlib
 import dataclasses
@@ -64,7 +64,7 @@ def trace(
     model: torch.nn.Module, ids: list[int], cache: DynamicCache | None = None
 ) -> Trace:
     """Returns the trace of one pass over `ids`, after what `cache` holds."""
-    text = model.model.language_model
+    text = model.get_decoder()  # kimi_k25's lies one level deeper than deepseek_v3's
     residuals, norms, routers = [], [], []
 
     def on_layer(_, args, output):
@@ -101,5 +101,5 @@ def trace(
 
 def trace_stepwise(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
     """Returns the logits [T, vocab] of feeding one token at a time."""
-    cache = DynamicCache(config=model.config.text_config)
+    cache = DynamicCache(config=model.config.get_text_config())
     return torch.cat([trace(model, [token], cache).logits for token in ids])

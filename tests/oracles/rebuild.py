@@ -16,6 +16,7 @@ from transformers.utils import logging
 
 from . import (
     compare,
+    golden_bundled,
     golden_chat,
     golden_dflash,
     golden_greedy,
@@ -43,6 +44,7 @@ def build(directory: Path) -> None:
     golden_chat.build(directory, target)
     golden_dflash.build(directory, target, draft)
     golden_sampling.build(directory, target)
+    golden_bundled.build(directory)
 
 
 def update(rebuilt: Path) -> None:
