@@ -15,6 +15,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
 
@@ -22,6 +23,13 @@ from ddtree_jax.mesh import make_mesh
 from tests.support.models import Tiny, load_tiny
 
 GOLDEN = Path(__file__).parent / "golden"
+
+# In CI the same examples every time; at home new ones, which may find something.
+# No deadlines: the first example of a jitted function compiles.
+hypothesis.settings.register_profile(
+    "project", deadline=None, derandomize="CI" in os.environ
+)
+hypothesis.settings.load_profile("project")
 
 
 @pytest.fixture(scope="session")

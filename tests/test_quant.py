@@ -74,7 +74,7 @@ def test_every_word_value_survives():
     assert unpack(jnp.asarray(words[1:2])).tolist() == [7] * 8
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(q=st.lists(st.integers(-8, 7), min_size=16, max_size=16))
 def test_unpack_is_the_inverse_of_pack(q):
     assert unpack(pack(jnp.asarray(q, jnp.int32))).tolist() == q

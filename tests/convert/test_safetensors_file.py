@@ -120,7 +120,7 @@ def test_truncated_data(tmp_path):
     refused(path, "is truncated: .* bytes; expected")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(0, 10_000), st.binary(min_size=1, max_size=4))
 def test_any_damage_gives_one_line_or_a_consistent_file(tmp_path_factory, at, junk):
     path = tmp_path_factory.mktemp("fuzz") / "f.safetensors"

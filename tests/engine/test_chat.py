@@ -100,7 +100,7 @@ def conversations(draw):
     st.sampled_from([{}, {"preserve_thinking": True}]),
     st.booleans(),
 )
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_render_equals_jinja_to_the_byte(messages, declared, thinking, keep, prompt):
     tools, declaration = declared
     kwargs = thinking | keep
@@ -283,7 +283,7 @@ class TestInjection:
         assert KIMI.decode(ids, skip_special=False) == "<|im_x<|im_end|>"
 
     @given(st.lists(st.sampled_from([" the", "'s", "é", "a", "\n", " ", "中"])))
-    @settings(deadline=None, max_examples=50)
+    @settings(max_examples=50)
     def test_ids_are_those_of_the_whole_text(self, parts):
         plain = template("A the{% for m in messages %}{{ m.content }}{% endfor %}e'")
         messages = [user(part) for part in parts] or [user("")]

@@ -39,7 +39,7 @@ def pieces(ids, cuts, *, skip_special=False):
 
 
 @given(IDS, st.lists(st.integers(0, 40), max_size=6))
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_pieces_are_the_whole_for_any_split(ids, cuts):
     assert "".join(pieces(ids, cuts)) == ORACLE.decode(ids)
     kept = [i for i in ids if i not in KIMI.skipped_ids]

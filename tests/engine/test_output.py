@@ -110,7 +110,7 @@ def test_every_stop_position_cap_and_split(stop_at, cap):
     skip=st.booleans(),
     ignore_eos=st.booleans(),
 )
-@settings(deadline=None, max_examples=500)
+@settings(max_examples=500)
 def test_any_split_equals_one_token_at_a_time(ids, cap, stops, cuts, skip, ignore_eos):
     stop_ids = {THINK + 1} | (set() if ignore_eos else {END, EOS})
     hidden = {END, EOS} if ignore_eos and skip else set()

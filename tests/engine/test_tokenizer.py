@@ -91,7 +91,7 @@ def refused(directory, match):
 
 
 @given(TEXTS)
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_plain_text_equals_split_and_merge_as_defined(text):
     want = [i for piece in SPLIT.findall(text) for i in merge(piece.encode())]
     assert KIMI.encode(text) == want
@@ -133,13 +133,13 @@ def test_split_of_known_texts(pieces):
 
 
 @given(TEXTS)
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_split_as_described(text):
     assert split(text) == SPLIT.findall(text)
 
 
 @given(MARKED)
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_special_tokens_equal_tiktoken(text):
     encoding = tiktoken.Encoding(
         "oracle",
@@ -227,7 +227,7 @@ def test_lone_surrogate_is_refused():
 
 class TestShield:
     @given(st.lists(st.tuples(MARKED, MARKED), max_size=4))
-    @settings(deadline=None, max_examples=100)
+    @settings(max_examples=100)
     def test_markers_of_the_template_only_become_ids(self, pairs):
         shielded = "".join(t + KIMI.shield(content) for t, content in pairs)
         got = KIMI.encode(shielded, allow_special=True)
@@ -237,7 +237,7 @@ class TestShield:
         assert [i for i in got if i >= BASE] == [i for i in alone if i >= BASE]
 
     @given(TEXTS, TEXTS)
-    @settings(deadline=None, max_examples=100)
+    @settings(max_examples=100)
     def test_text_without_markers_merges_with_what_surrounds_it(self, left, content):
         text = f"<|im_user|>{left}{KIMI.shield(content)} the<|im_end|>"
         plain = f"<|im_user|>{left}{content} the<|im_end|>"
@@ -347,7 +347,7 @@ class TestTokenizerJson:
             max_size=8,
         ).map("".join)
     )
-    @settings(deadline=None, max_examples=100)
+    @settings(max_examples=100)
     def test_equals_the_library(self, fast, text):
         directory, backend = fast
         ours = load_tokenizer(directory)

@@ -118,7 +118,7 @@ def test_cases(case, dtype):
     check(*make(case, np.random.default_rng(1), dtype=dtype))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(tree=trees.trees())
 def test_any_tree(tree):
     case = TreeMlaCase(

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from ddtree_jax.serve.schema import ChatRequest, CompletionRequest
 from tests.serve.support import MODEL, EngineDouble, LiveServer, until
 
-RUN = settings(max_examples=150, deadline=None, derandomize=True)
+# The same bodies every time: the test also asserts which outcomes they reach.
+RUN = settings(max_examples=150, derandomize=True)
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 scalars = (
