@@ -37,8 +37,10 @@ def _fail(message: str) -> int:
 def _hf(flags: argparse.Namespace) -> int:
     # Orbax asks JAX for its processes, which would take hold of a GPU.
     os.environ["JAX_PLATFORMS"] = "cpu"
+    from convert import interrupt
     from convert.hf import convert_hf
 
+    interrupt.watch()
     convert_hf(flags.source, flags.destination, draft=flags.draft)
     return 0
 

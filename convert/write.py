@@ -15,6 +15,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
+from convert import interrupt
 from convert.leaf import Leaf
 from convert.progress import Reporter
 from ddtree_jax.errors import CheckpointError
@@ -78,6 +79,7 @@ class _LeafHandler(ocp.type_handlers.TypeHandler):
         store = await ts.open(_zarr3_spec(leaf, str(path)), create=True)
         digest = hashlib.sha256()
         for block, slab in _read_ahead(leaf):
+            interrupt.check()
             # Hashed while it is being written, and while the next one is read.
             writing = store[block].write(
                 slab, can_reference_source_data_indefinitely=True

@@ -69,14 +69,20 @@ def load_models(
 def shift_features(draft_config: DraftConfig, offset: int) -> DraftConfig:
     """Returns the drafter's configuration with features from other target layers.
 
+    A layer that would leave the target stays where it is, so that a drafter which
+    looks at the first or the last layer can be ablated too.
+
     Raises:
-      ConfigError: A layer does not exist.
+      ConfigError: Two features would come from one layer.
     """
-    ids = tuple(layer + offset for layer in draft_config.target_layer_ids)
     last = draft_config.num_target_layers - 1
-    for layer in ids:
-        if not 0 <= layer <= last:
-            raise ConfigError(
-                f"--feature-offset {offset}: layer {layer} is outside 0 .. {last}"
-            )
+    ids = tuple(
+        layer + offset if 0 <= layer + offset <= last else layer
+        for layer in draft_config.target_layer_ids
+    )
+    if len(set(ids)) < len(ids):
+        raise ConfigError(
+            f"--feature-offset {offset}: features would come from layers {ids}; "
+            "expected each once"
+        )
     return dataclasses.replace(draft_config, target_layer_ids=ids)

@@ -1,5 +1,6 @@
 """A conversion ends with a whole destination or none, in bounded memory."""
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -11,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from convert import interrupt
+from convert.__main__ import main
+from convert.leaf import Leaf
 from tests.convert.command import ROOT, refused, run, shell, wide_config
 from tests.convert.support import TINY, write_sparse
 
@@ -73,6 +77,27 @@ def test_killed_run_leaves_no_destination_and_is_cleaned_up(capsys, tmp_path):
     assert code == 0 and "left by an unfinished conversion" in err
     assert not (tmp_path / ".dst.converting").exists()
     assert run(capsys, "inspect", destination)[0] == 0
+
+
+def test_an_interrupt_that_a_library_drops_is_raised_again(monkeypatch, tmp_path):
+    """The signal strikes where nobody lets its exception through."""
+    handler = signal.getsignal(signal.SIGINT)
+    read = Leaf.read
+
+    def dropping(leaf, block):
+        if leaf.path == "embed":
+            with contextlib.suppress(KeyboardInterrupt):
+                interrupt._note(signal.SIGINT, None)
+        return read(leaf, block)
+
+    monkeypatch.setattr(Leaf, "read", dropping)
+    try:
+        destination = tmp_path / "dst"
+        assert main(["hf", str(TINY), str(destination)]) == 130
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        interrupt._interrupted.clear()
 
 
 def test_interrupted_run_removes_what_it_wrote(tmp_path):

@@ -1,5 +1,6 @@
 """Acceptance is what counting by hand gives, and is refused when texts differ."""
 
+import dataclasses
 import math
 
 import pytest
@@ -142,11 +143,20 @@ def test_distinct_ngrams():
 
 
 def test_features_are_shifted(models):
+    def shifted(ids, offset):
+        config = dataclasses.replace(models.draft_config, target_layer_ids=ids)
+        assert config.num_target_layers == 3
+        return shift_features(config, offset).target_layer_ids
+
     assert shift_features(models.draft_config, 0) == models.draft_config
-    with pytest.raises(ConfigError, match=r"--feature-offset 1: layer 3 is outside 0"):
-        shift_features(models.draft_config, 1)
-    with pytest.raises(ConfigError, match=r"--feature-offset -1: layer -1 is outside"):
-        shift_features(models.draft_config, -1)
+    assert shifted((1,), 1) == (2,)
+    assert shifted((1,), -1) == (0,)
+    # A layer at the end stays; the others move.
+    assert shifted((0, 2), 1) == (1, 2)
+    assert shifted((0, 2), -1) == (0, 1)
+    message = r"--feature-offset 1: .* layers \(2, 2\); expected each once"
+    with pytest.raises(ConfigError, match=message):
+        shifted((1, 2), 1)
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,6 @@ def test_bad_input_is_one_line(tiny_checkpoint, prompt_file, tmp_path, capsys):
     out = ["--out", str(tmp_path / "o.json")]
     for extra, message in [
         ([*model, "--out", str(tmp_path)], "cannot be written; expected a file's name"),
-        ([*model, *out, "--feature-offset", "1"], "--feature-offset 1: layer "),
         (["--model", str(tmp_path), *out], "manifest.json"),
         ([*model, *out, "--shapes", "bush"], "--shapes: 'bush' is unknown"),
     ]:
