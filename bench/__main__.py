@@ -1,4 +1,4 @@
-"""Owns the command line: `python -m bench tree-build | step | compare | …`.
+"""Owns the command line: `python -m bench tree-build | step | convert | …`.
 
 Exit codes: 0 done, 1 bad input or worse than the threshold, 2 wrong usage.
 """
@@ -62,6 +62,25 @@ def _step(flags: argparse.Namespace, argv: Sequence[str]) -> int:
     if flags.out:
         write_record(flags.out, record.bench_record("step", rows, argv))
         print(f"{flags.out} written")
+    return 0
+
+
+def _convert(flags: argparse.Namespace, argv: Sequence[str]) -> int:
+    import tempfile
+
+    from bench import convert, record
+    from ddtree_jax.research.record import write_record
+
+    with tempfile.TemporaryDirectory(dir=flags.scratch) as scratch:
+        rows = convert.measure(
+            Path(scratch), experts=flags.experts, repeats=flags.repeats
+        )
+    for row in rows:
+        figures = "  ".join(f"{k} {v}" for k, v in row.items() if k != "case")
+        print(*row["case"].values(), figures, sep="  ")
+    path = flags.out or record.results_path("convert")
+    write_record(path, record.bench_record("convert", rows, argv))
+    print(f"{path} written")
     return 0
 
 
@@ -135,6 +154,23 @@ def _parser() -> argparse.ArgumentParser:
     )
     step = command("step", _step, "time the whole step, in microseconds")
     _add_step_flags(step)
+    convert = command("convert", _convert, "time conversions beside cp, and restoring")
+    convert.add_argument(
+        "--experts",
+        type=_whole,
+        default=288,
+        help="of the source, 25 MB each; the default makes 8.4 GB, and three times "
+        "that is needed in all",
+    )
+    convert.add_argument(
+        "--repeats", type=_whole, default=5, help="default: %(default)s"
+    )
+    convert.add_argument(
+        "--scratch", type=Path, metavar="DIR", help="where to write (default: /tmp)"
+    )
+    convert.add_argument(
+        "--out", type=Path, metavar="FILE", help="record (default: in bench/results)"
+    )
     prompts = command("prompts", _prompts, "cut texts into prompts of token ids")
     prompts.add_argument("--model", type=Path, required=True, metavar="DIR")
     prompts.add_argument("--text", type=Path, required=True, nargs="+", metavar="FILE")

@@ -17,13 +17,14 @@ from ddtree_jax.research.shapes import Shape, step_of
 @contextmanager
 def random_model() -> Iterator[Path]:
     """Yields a small random checkpoint, converted, for as long as it is used."""
-    from convert.hf import convert_hf
+    from convert.hf_source import open_hf
+    from convert.ours_target import convert_to_ours
     from tiny.random_checkpoint import write_checkpoint
 
     with tempfile.TemporaryDirectory() as scratch:
         source, converted = Path(scratch, "source"), Path(scratch, "random")
         write_checkpoint(source, seed=0)
-        convert_hf(source, converted, draft=source / "draft")
+        convert_to_ours(open_hf(source), converted, draft=open_hf(source / "draft"))
         yield converted
 
 

@@ -1,6 +1,7 @@
-"""Owns the way from other checkpoints to the canonical one, and its checks.
+"""Owns the ways between other checkpoints and the canonical one, and their checks.
 
-Run as `python -m convert`. Streams: no source file and no array is ever whole
-in memory. Does not know about speculation, requests or kernels' tiles. Read
-`rules.py` first, then `plan.py`, `leaf.py` and `write.py`.
+Run as `python -m convert`. Every source is seen as one set of tensors, under Hugging
+Face's names, and every target is written from it. Streams: no source file and no
+array is ever whole in memory. Does not know about speculation, requests or kernels'
+tiles. Read `tensor.py` and `checkpoint.py` first, then `rules.py` and `plan.py`.
 """

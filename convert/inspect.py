@@ -1,60 +1,67 @@
-"""Owns the description of a checkpoint directory, of whatever kind it is."""
+"""Owns the description of a checkpoint directory, of whatever format it is."""
 
 from collections import Counter
 from pathlib import Path
 
-from convert.hf import DRAFT, read_config
+from convert.checkpoint import DRAFT, Checkpoint
+from convert.detect import open_checkpoint, open_draft
+from convert.ours_source import is_ours
 from convert.plan import make_plan
-from convert.source import open_source
 from ddtree_jax.config import ModelConfig
-from ddtree_jax.model.restore import FORMAT, MANIFEST, read_manifest
+from ddtree_jax.model.restore import read_manifest
 
 
-def describe(directory: Path) -> list[str]:
-    """Returns lines that say what `directory` holds.
+def describe(directory: Path, *, quantise_experts: bool = False) -> list[str]:
+    """Returns lines that say what `directory` holds, and a drafter inside it.
+
+    Args:
+      quantise_experts: As in `open_checkpoint`.
 
     Raises:
       DDTreeError: It is nothing known, incomplete, or refused; the message says why.
     """
-    if (directory / MANIFEST).exists():
-        return _describe_canonical(directory)
-    return _describe_hf(directory)
-
-
-def _describe_canonical(directory: Path) -> list[str]:
-    manifest = read_manifest(directory)
-    lines = [
-        f"{FORMAT} version {manifest['version']}, {manifest['kind']}, complete",
-        f"made from {manifest['source']['format']} {manifest['source']['directory']!r}",
-        f"{len(manifest['tensors'])} arrays, {len(manifest['extra'])} extra tensors, "
-        f"{manifest['total_bytes']} bytes",
-        f"files: {', '.join(manifest['files'])}",
-    ]
-    if (directory / DRAFT).exists():
-        inner = _describe_canonical(directory / DRAFT)
-        lines += [f"{DRAFT}: {line}" for line in inner]
+    lines = _describe(open_checkpoint(directory, quantise_experts=quantise_experts))
+    draft = open_draft(directory)
+    if draft is not None:
+        lines += [f"{DRAFT}: {line}" for line in _describe(draft)]
     return lines
 
 
-def _describe_hf(directory: Path) -> list[str]:
-    source = open_source(directory)
-    config = read_config(directory)
-    plan = make_plan(source, config)
+def _describe(checkpoint: Checkpoint) -> list[str]:
+    plan = make_plan(checkpoint)
+    dtypes = Counter(tensor.dtype for tensor in checkpoint.tensors.values())
+    files = "arrays" if is_ours(checkpoint.directory) else "files"
+    return [
+        f"{checkpoint.format}, {_kind(checkpoint)}",
+        *(_manifest_lines(checkpoint) if is_ours(checkpoint.directory) else []),
+        f"{len(checkpoint.tensors)} tensors in {len(checkpoint.files)} {files}, "
+        f"{checkpoint.nbytes} bytes, complete",
+        ", ".join(f"{count} {dtype}" for dtype, count in sorted(dtypes.items())),
+        f"{len(plan.extra)} tensors of the image path",
+        *(f"not bit for bit: {loss}" for loss in checkpoint.losses),
+    ]
+
+
+def _kind(checkpoint: Checkpoint) -> str:
+    config = checkpoint.config
     if isinstance(config, ModelConfig):
-        what = (
+        return (
             f"target, {config.num_hidden_layers} layers, "
             f"{config.n_routed_experts} experts, INT4 pack-quantized"
         )
-    else:
-        what = (
-            f"DFlash drafter, {config.num_hidden_layers} layers, "
-            f"block of {config.draft_block_size}"
-        )
-    dtypes = Counter(tensor.dtype for tensor in source.tensors.values())
+    return (
+        f"DFlash drafter, {config.num_hidden_layers} layers, "
+        f"block of {config.draft_block_size}"
+    )
+
+
+def _manifest_lines(checkpoint: Checkpoint) -> list[str]:
+    manifest = read_manifest(checkpoint.directory)
+    source = manifest["source"]
     return [
-        f"Hugging Face safetensors, {what}",
-        f"{len(source.tensors)} tensors in {len(source.files)} files, "
-        f"{source.nbytes} bytes, complete",
-        ", ".join(f"{count} {dtype}" for dtype, count in sorted(dtypes.items())),
-        f"{len(plan.extra)} tensors of the image path",
+        f"version {manifest['version']}, made from {source.get('format')} "
+        f"{source.get('directory')!r}",
+        f"{len(manifest['tensors'])} arrays, {len(manifest['extra'])} extra tensors, "
+        f"{manifest.get('total_bytes')} bytes",
+        f"files: {', '.join(manifest['files'])}",
     ]

@@ -17,9 +17,14 @@ def watch() -> None:
         signal.signal(signal.SIGINT, _note)
 
 
+def has_come() -> bool:
+    """Returns whether an interrupt has come, however long ago."""
+    return _interrupted.is_set()
+
+
 def check() -> None:
-    """Raises KeyboardInterrupt if an interrupt has come, however long ago."""
-    if _interrupted.is_set():
+    """Raises KeyboardInterrupt if an interrupt has come."""
+    if has_come():
         raise KeyboardInterrupt
 
 

@@ -10,10 +10,11 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 
-from convert.safetensors_file import Tensor
+from convert.tensor import Tensor, all_finite
 from ddtree_jax.errors import CheckpointError
 
 # Splits of an axis that a mesh divides: a device of eight, or of any divisor,
@@ -95,26 +96,28 @@ class Leaf:
                 slice(i * s, (i + 1) * s) for i, s in zip(index, slab, strict=True)
             )
 
-    def read(self, block: Block) -> np.ndarray:
-        """Returns one slab, read from the source files.
+    def read(self, block: Block, out: np.ndarray) -> None:
+        """Fills `out` with one slab, read from the source files.
 
         Raises:
           CheckpointError: A file is truncated, or a value is not finite.
         """
-        shape = tuple(s.stop - s.start for s in block)
-        out = np.empty(shape, self.dtype)
         starts = [s.start for s in block]
         first = starts[self.lead] if len(block) > self.lead else 0
-        for index in np.ndindex(shape[: self.lead]):
+        for index in np.ndindex(out.shape[: self.lead]):
             piece = out[(*index, ...)]
             source = self.sources[self._number(starts, index)]
             self._read_piece(source, first, piece)
-            if self.check_finite and not _all_finite(piece):
+            if self.check_finite and not all_finite(piece):
                 raise CheckpointError(
                     f"{source.file}: {source.name} holds NaN or infinity; "
                     "expected finite numbers"
                 )
-        return out
+
+    def file(self, block: Block) -> Path:
+        """Returns the file that a slab's first bytes come from."""
+        starts = [s.start for s in block]
+        return self.sources[self._number(starts, (0,) * self.lead)].file
 
     def _read_piece(self, source: Tensor, first: int, piece: np.ndarray) -> None:
         """Fills `piece`, which begins at index `first` of the axis after the lead."""
@@ -141,17 +144,3 @@ class Leaf:
 
 def _largest_divisor(n: int, limit: int) -> int:
     return max((d for d in range(1, min(n, limit) + 1) if n % d == 0), default=1)
-
-
-def _all_finite(array: np.ndarray) -> bool:
-    """Says whether no exponent is all ones; bounded pieces keep temporaries small."""
-    if array.dtype.kind in "iub":
-        return True
-    exponent = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}
-    bits = np.dtype(f"u{array.dtype.itemsize}")
-    mask = bits.type(exponent[array.dtype.name])
-    flat = array.reshape(-1).view(bits)
-    step = 2**20
-    return not any(
-        ((flat[i : i + step] & mask) == mask).any() for i in range(0, flat.size, step)
-    )

@@ -7,9 +7,10 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from convert.checkpoint import Checkpoint
 from convert.leaf import Leaf
 from convert.plan import Plan
-from ddtree_jax.model.restore import FORMAT, MANIFEST, VERSION, Kind
+from ddtree_jax.model.restore import FORMAT, MANIFEST, VERSION
 
 _TOOLS = ("jax", "numpy", "orbax-checkpoint", "tensorstore")
 
@@ -17,8 +18,7 @@ _TOOLS = ("jax", "numpy", "orbax-checkpoint", "tensorstore")
 def write_manifest(
     directory: Path,
     *,
-    kind: Kind,
-    source: Path,
+    source: Checkpoint,
     plan: Plan,
     digests: Mapping[str, str],
     files: Sequence[str],
@@ -32,10 +32,11 @@ def write_manifest(
     manifest = {
         "format": FORMAT,
         "version": VERSION,
-        "kind": kind,
-        "source": {"format": "huggingface-safetensors", "directory": source.name},
+        "kind": "target" if source.is_target else "draft",
+        "source": {"format": source.format, "directory": source.directory.name},
+        "losses": list(source.losses),
         "tools": {name: importlib.metadata.version(name) for name in _TOOLS},
-        "total_bytes": sum(leaf.nbytes for leaf in (*plan.params, *plan.extra)),
+        "total_bytes": plan.nbytes,
         "weight_shape_dtype": plan.weight_shape_dtype,
         "files": {name: _file_entry(directory / name) for name in files},
         "tensors": {leaf.path: _entry(leaf, digests) for leaf in plan.params},

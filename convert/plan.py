@@ -1,31 +1,19 @@
 """Owns the bijection: each source tensor used once, each canonical array made once."""
 
 import dataclasses
-from collections.abc import Sequence
 
-import ml_dtypes
 import numpy as np
 
-from convert.formats import refuse_foreign_formats
+from convert.checkpoint import Checkpoint
 from convert.leaf import Leaf, RowSlice
 from convert.rules import Rule, draft_rules, is_extra, source_shape, target_rules
-from convert.safetensors_file import Tensor
-from convert.source import Source
-from ddtree_jax.config import DraftConfig, ModelConfig
-from ddtree_jax.errors import CheckpointError, UnsupportedFormatError
+from convert.tensor import DTYPE_NAMES, DTYPES, Tensor, read_array
+from ddtree_jax.config import ModelConfig
+from ddtree_jax.errors import CheckpointError
 from ddtree_jax.mesh import MESH_AXES
 from ddtree_jax.model.params import DFlash, KimiK2, named_parameters
 from ddtree_jax.quant import NIBBLES_PER_WORD
 
-_DTYPES = {
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F16": np.dtype(np.float16),
-    "F32": np.dtype(np.float32),
-    "I32": np.dtype(np.int32),
-    "I64": np.dtype(np.int64),
-    "U8": np.dtype(np.uint8),
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _SHOWN = 3
 
 
@@ -36,23 +24,51 @@ class Plan:
     Attributes:
       params: The canonical arrays.
       extra: Tensors that the text engine does not use, under their own names.
-      weight_shape_dtype: Of the `weight_shape` tensors, which follow from the
-        packed shapes and are not stored; None when the source has none.
+      stated_shapes: The `weight_shape` tensors, of one dtype, each with the packed
+        tensor whose [out, in] it states. They follow from it and are not stored.
     """
 
     params: tuple[Leaf, ...]
     extra: tuple[Leaf, ...]
-    weight_shape_dtype: str | None
+    stated_shapes: tuple[tuple[Tensor, Tensor], ...]
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """All arrays that are written."""
+        return (*self.params, *self.extra)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays that are written."""
+        return sum(leaf.nbytes for leaf in self.leaves)
+
+    @property
+    def weight_shape_dtype(self) -> str | None:
+        """Dtype of the `weight_shape` tensors; None when the source has none."""
+        return self.stated_shapes[0][0].dtype if self.stated_shapes else None
+
+    def check_stated_shapes(self) -> None:
+        """Raises CheckpointError if a `weight_shape` states another shape.
+
+        The one check of a plan that reads tensors, and not only headers.
+        """
+        for tensor, packed in self.stated_shapes:
+            stated = read_array(tensor).tolist()
+            out, words = packed.shape
+            if stated != [out, words * NIBBLES_PER_WORD]:
+                raise CheckpointError(
+                    f"{tensor.file}: {tensor.name} is {stated}; expected "
+                    f"{[out, words * NIBBLES_PER_WORD]} from {packed.name}"
+                )
 
 
-def make_plan(source: Source, config: ModelConfig | DraftConfig) -> Plan:
-    """Returns how to make every canonical array from `source`.
+def make_plan(source: Checkpoint) -> Plan:
+    """Returns how to make every canonical array from `source`; reads no tensor.
 
     Raises:
       CheckpointError: Tensors are missing, left over, or of another shape or dtype.
-      UnsupportedFormatError: The weights are quantised in another way.
     """
-    refuse_foreign_formats(source.tensors.values())
+    config = source.config
     if isinstance(config, ModelConfig):
         rules = target_rules(config, source.tensors)
         parameters = named_parameters(KimiK2(config))
@@ -65,8 +81,7 @@ def make_plan(source: Source, config: ModelConfig | DraftConfig) -> Plan:
         head = (0, 0)
     by_path = {rule.path: rule for rule in rules}
     assert by_path.keys() == parameters.keys(), by_path.keys() ^ parameters.keys()
-    names = {p: _source_names(by_path[p], a.shape) for p, a in parameters.items()}
-    _refuse_other_quantisation(source, names)
+    names = {p: by_path[p].names(a.shape) for p, a in parameters.items()}
     unused = _unused(source, names)
     shapes = {n: t for n, t in unused.items() if n.endswith(".weight_shape")}
     extra = [t for n, t in unused.items() if is_extra(n)]
@@ -80,21 +95,11 @@ def make_plan(source: Source, config: ModelConfig | DraftConfig) -> Plan:
         _leaf(source, by_path[path], array, names[path], head)
         for path, array in parameters.items()
     ]
-    weight_shape_dtype = _check_weight_shapes(source, names, shapes)
-    return Plan(tuple(params), tuple(map(_extra_leaf, extra)), weight_shape_dtype)
+    stated = _stated_shapes(source, names, shapes)
+    return Plan(tuple(params), tuple(map(_extra_leaf, extra)), stated)
 
 
-def _source_names(rule: Rule, shape: Sequence[int]) -> list[str]:
-    layers = range(shape[0]) if rule.lead > 0 else (0,)
-    experts = range(shape[1]) if rule.lead > 1 else (0,)
-    return [
-        rule.pattern.format(layer=layer + rule.first_layer, expert=expert)
-        for layer in layers
-        for expert in experts
-    ]
-
-
-def _unused(source: Source, names: dict[str, list[str]]) -> dict[str, Tensor]:
+def _unused(source: Checkpoint, names: dict[str, list[str]]) -> dict[str, Tensor]:
     """Returns the tensors that no rule names, after refusing if any is missing."""
     wanted = {name for group in names.values() for name in group}
     missing = sorted(wanted - source.tensors.keys())
@@ -105,75 +110,46 @@ def _unused(source: Source, names: dict[str, list[str]]) -> dict[str, Tensor]:
     return {n: t for n, t in source.tensors.items() if n not in wanted}
 
 
-def _refuse_other_quantisation(source: Source, names: dict[str, list[str]]) -> None:
-    """Raises UnsupportedFormatError unless exactly the routed experts are packed."""
-    for group in names.values():
-        for name in group:
-            base, _, last = name.rpartition(".")
-            if name in source.tensors:
-                continue
-            if last == "weight_packed" and f"{base}.weight" in source.tensors:
-                plain = source.tensors[f"{base}.weight"]
-                raise UnsupportedFormatError(
-                    f"{plain.file}: unquantised experts ({plain.name} is "
-                    f"{plain.dtype}) are not supported; expected {name}"
-                )
-            if last == "weight" and f"{base}.weight_packed" in source.tensors:
-                packed = source.tensors[f"{base}.weight_packed"]
-                raise UnsupportedFormatError(
-                    f"{packed.file}: unsupported quantisation of {base}; only routed "
-                    "experts may be INT4"
-                )
-
-
-def _check_weight_shapes(
-    source: Source, names: dict[str, list[str]], shapes: dict[str, Tensor]
-) -> str | None:
-    """Returns the dtype of the weight_shape tensors, each of which states [out, in]."""
+def _stated_shapes(
+    source: Checkpoint, names: dict[str, list[str]], shapes: dict[str, Tensor]
+) -> tuple[tuple[Tensor, Tensor], ...]:
+    """Returns each weight_shape tensor with the packed tensor that it describes."""
     if not shapes:
-        return None
+        return ()
     suffix = ".weight_packed"
-    packed = [n for group in names.values() for n in group if n.endswith(suffix)]
-    dtypes = set()
-    for name in packed:
-        shape_name = f"{name.removesuffix(suffix)}.weight_shape"
-        if shape_name not in shapes:
+    packed = {
+        f"{name.removesuffix(suffix)}.weight_shape": source.tensors[name]
+        for group in names.values()
+        for name in group
+        if name.endswith(suffix)
+    }
+    for what, wrong in (
+        ("missing", sorted(packed.keys() - shapes.keys())),
+        ("left over", sorted(shapes.keys() - packed.keys())),
+    ):
+        if wrong:
             raise CheckpointError(
-                f"{source.directory}: tensors missing (1): {shape_name}"
+                f"{source.directory}: tensors {what} ({len(wrong)}): {_first(wrong)}"
             )
-        tensor = shapes[shape_name]
+    for tensor in shapes.values():
         if tensor.dtype not in ("I32", "I64") or tensor.shape != (2,):
             raise _wrong(tensor, "I32 or I64 [2]")
-        stated = np.empty(2, _DTYPES[tensor.dtype])
-        tensor.read_into(memoryview(stated.view(np.uint8)), 0)
-        out, words = source.tensors[name].shape
-        if stated.tolist() != [out, words * NIBBLES_PER_WORD]:
-            raise CheckpointError(
-                f"{tensor.file}: {shape_name} is {stated.tolist()}; expected "
-                f"{[out, words * NIBBLES_PER_WORD]} from {name}"
-            )
-        dtypes.add(tensor.dtype)
-    if len(shapes) != len(packed):
-        over = sorted(
-            shapes.keys() - {f"{n.removesuffix(suffix)}.weight_shape" for n in packed}
-        )
-        raise CheckpointError(
-            f"{source.directory}: tensors left over ({len(over)}): {_first(over)}"
-        )
-    if len(dtypes) > 1:
+    if len({tensor.dtype for tensor in shapes.values()}) > 1:
         raise CheckpointError(
             f"{source.directory}: weight_shape tensors are I32 and I64; expected one"
         )
-    return dtypes.pop()
+    return tuple((shapes[name], packed[name]) for name in packed)
 
 
-def _leaf(source: Source, rule: Rule, array, names: list[str], head: tuple[int, int]):
+def _leaf(
+    source: Checkpoint, rule: Rule, array, names: list[str], head: tuple[int, int]
+):
     sources = tuple(source.tensors[name] for name in names)
     dtype = np.dtype(array.dtype)
     expected = source_shape(rule, array.shape, sum(head))
     for tensor in sources:
-        if tensor.dtype != _NAMES[dtype] or tensor.shape != expected:
-            raise _wrong(tensor, f"{_NAMES[dtype]} {list(expected)}")
+        if tensor.dtype != DTYPE_NAMES[dtype] or tensor.shape != expected:
+            raise _wrong(tensor, f"{DTYPE_NAMES[dtype]} {list(expected)}")
     split = [i for i, axis in enumerate(array.axes) if MESH_AXES.get(axis) is not None]
     keys, values = head
     parts = {
@@ -187,35 +163,24 @@ def _leaf(source: Source, rule: Rule, array, names: list[str], head: tuple[int, 
         split_axis=split[0] if split else None,
         lead=rule.lead,
         sources=sources,
-        pattern=_range_pattern(rule, array.shape),
+        pattern=rule.summary(array.shape),
         rows=parts.get(rule.shape),
     )
 
 
 def _extra_leaf(tensor: Tensor) -> Leaf:
-    if tensor.dtype not in _DTYPES or tensor.nbytes == 0:
-        raise _wrong(tensor, f"one of {', '.join(_DTYPES)} and at least one element")
+    if tensor.dtype not in DTYPES or tensor.nbytes == 0:
+        raise _wrong(tensor, f"one of {', '.join(DTYPES)} and at least one element")
     return Leaf(
         path=tensor.name,
         shape=tensor.shape,
-        dtype=_DTYPES[tensor.dtype],
+        dtype=DTYPES[tensor.dtype],
         split_axis=None,
         lead=0,
         sources=(tensor,),
         pattern=tensor.name,
         check_finite=False,  # carried bit for bit, whatever it holds
     )
-
-
-def _range_pattern(rule: Rule, shape: Sequence[int]) -> str:
-    """Returns the sources' names in one: layers.{1..60}.mlp.experts.{0..383}.…"""
-    ranges = {"layer": "", "expert": ""}
-    if rule.lead > 0:
-        last = rule.first_layer + shape[0] - 1
-        ranges["layer"] = f"{{{rule.first_layer}..{last}}}"
-    if rule.lead > 1:
-        ranges["expert"] = f"{{0..{shape[1] - 1}}}"
-    return rule.pattern.format(**ranges)
 
 
 def _wrong(tensor: Tensor, expected: str) -> CheckpointError:

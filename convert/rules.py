@@ -7,7 +7,7 @@ come from `ddtree_jax.model.params` and stand nowhere here.
 
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Literal
 
 from ddtree_jax.config import ModelConfig
@@ -37,6 +37,26 @@ class Rule:
     def lead(self) -> int:
         """Number of leading canonical dimensions that number the sources."""
         return self.pattern.count("{")
+
+    def names(self, shape: Sequence[int]) -> list[str]:
+        """Returns the sources' names, in the order of the leading dimensions."""
+        layers = range(shape[0]) if self.lead > 0 else (0,)
+        experts = range(shape[1]) if self.lead > 1 else (0,)
+        return [
+            self.pattern.format(layer=layer + self.first_layer, expert=expert)
+            for layer in layers
+            for expert in experts
+        ]
+
+    def summary(self, shape: Sequence[int]) -> str:
+        """Returns the sources' names in one: layers.{1..60}.mlp.experts.{0..383}.…"""
+        ranges = {"layer": "", "expert": ""}
+        if self.lead > 0:
+            last = self.first_layer + shape[0] - 1
+            ranges["layer"] = f"{{{self.first_layer}..{last}}}"
+        if self.lead > 1:
+            ranges["expert"] = f"{{0..{shape[1] - 1}}}"
+        return self.pattern.format(**ranges)
 
 
 _LAYER: tuple[tuple[str, str, Shape], ...] = (
@@ -87,18 +107,15 @@ _TARGET_PREFIXES = {
     "model.language_model.": ("lm_head.weight", "model.lm_head.weight"),
     "language_model.": ("language_model.lm_head.weight", "lm_head.weight"),
 }
+_PUBLISHED_PREFIX = "language_model.model."
+_PUBLISHED_HEAD = "language_model.lm_head.weight"
 _DRAFT_PREFIXES = ("", "model.")
 _EXTRA = re.compile(r"(model\.)?(vision_tower|mm_projector|multi_modal_projector)\..*")
 
 
 def target_rules(config: ModelConfig, names: Iterable[str]) -> list[Rule]:
     """Returns the rules of a target, with the prefix that `names` have."""
-    found = set(names)
-    prefix = next(
-        (p for p in _TARGET_PREFIXES if f"{p}embed_tokens.weight" in found), "model."
-    )
-    heads = _TARGET_PREFIXES[prefix]
-    head = next((name for name in heads if name in found), heads[0])
+    prefix, head = target_prefix(set(names))
     dense = config.first_k_dense_replace
     return [
         Rule("embed", f"{prefix}embed_tokens.weight"),
@@ -111,14 +128,50 @@ def target_rules(config: ModelConfig, names: Iterable[str]) -> list[Rule]:
 
 def draft_rules(names: Iterable[str]) -> list[Rule]:
     """Returns the rules of a DFlash drafter, with the prefix that `names` have."""
-    found = set(names)
-    prefix = next((p for p in _DRAFT_PREFIXES if f"{p}fc.weight" in found), "")
+    prefix = draft_prefix(set(names))
     return [
         Rule("fc", f"{prefix}fc.weight", "columns"),
         Rule("hidden_norm", f"{prefix}hidden_norm.weight"),
         Rule("norm", f"{prefix}norm.weight"),
         *_layer_rules("layers", f"{prefix}layers", _DRAFT_LAYER, 0),
     ]
+
+
+def published_names(names: Collection[str], *, is_target: bool) -> dict[str, str]:
+    """Returns, for each name of a view, the one in the published checkpoint.
+
+    They differ in the prefix of the text model and of the image path only. Names of
+    no known form stand for themselves.
+    """
+    if not is_target:
+        prefix = draft_prefix(names)
+        return {name: name.removeprefix(prefix) for name in names}
+    prefix, head = target_prefix(names)
+    published = {}
+    for name in names:
+        if name == head:
+            published[name] = _PUBLISHED_HEAD
+        elif is_extra(name):
+            published[name] = name.removeprefix("model.")
+        elif name.startswith(prefix):
+            published[name] = _PUBLISHED_PREFIX + name.removeprefix(prefix)
+        else:
+            published[name] = name
+    return published
+
+
+def target_prefix(names: Collection[str]) -> tuple[str, str]:
+    """Returns the prefix of a text model with these tensors, and its head's name."""
+    prefix = next(
+        (p for p in _TARGET_PREFIXES if f"{p}embed_tokens.weight" in names), "model."
+    )
+    heads = _TARGET_PREFIXES[prefix]
+    return prefix, next((name for name in heads if name in names), heads[0])
+
+
+def draft_prefix(names: Collection[str]) -> str:
+    """Returns the prefix of a drafter with these tensors."""
+    return next((p for p in _DRAFT_PREFIXES if f"{p}fc.weight" in names), "")
 
 
 def is_extra(name: str) -> bool:

@@ -27,11 +27,12 @@ DTYPE_BITS = {
     **dict.fromkeys(("F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
     "F4": 4,
 }
-_NAME = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
+# Of a tensor. It names a directory, too, and must stay within its parent.
+NAME = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Tensor:
+class FileTensor:
     """One tensor of a safetensors file: where its bytes are.
 
     Attributes:
@@ -45,24 +46,24 @@ class Tensor:
     begin: int
     nbytes: int
 
-    def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fills `buffer` with the bytes from `offset` of the tensor on.
+    def read_into(self, out: memoryview, start: int) -> None:
+        """Fills `out` with the bytes from `start` of the tensor on.
 
         Raises:
           CheckpointError: The file has become shorter than its header says.
         """
-        assert offset >= 0 and offset + buffer.nbytes <= self.nbytes
+        assert start >= 0 and start + out.nbytes <= self.nbytes
         done = 0
         with open(self.file, "rb", buffering=0) as file:
-            while done < buffer.nbytes:
-                at = self.begin + offset + done
-                got = os.preadv(file.fileno(), [buffer[done:]], at)
+            while done < out.nbytes:
+                at = self.begin + start + done
+                got = os.preadv(file.fileno(), [out[done:]], at)
                 if got == 0:
                     raise CheckpointError(f"{self.file}: {self.name} is truncated")
                 done += got
 
 
-def read_header(path: Path) -> list[Tensor]:
+def read_header(path: Path) -> list[FileTensor]:
     """Returns the tensors of a safetensors file in the order of their bytes.
 
     Raises:
@@ -113,8 +114,8 @@ def _unique(path: Path) -> Callable[[list[tuple[str, object]]], dict[str, object
     return build
 
 
-def _tensor(path: Path, name: str, value: object, data: int) -> Tensor:
-    if not _NAME.fullmatch(name):
+def _tensor(path: Path, name: str, value: object, data: int) -> FileTensor:
+    if not NAME.fullmatch(name):
         raise CheckpointError(
             f"{path}: tensor name {name!r}; expected letters, digits, _ and single dots"
         )
@@ -136,18 +137,18 @@ def _tensor(path: Path, name: str, value: object, data: int) -> Tensor:
             f"{path}: {name} {dtype}{shape} has {end - begin} bytes; "
             f"expected {expected / 8:g}"
         )
-    return Tensor(name, path, dtype, tuple(shape), data + begin, end - begin)
+    return FileTensor(name, path, dtype, tuple(shape), data + begin, end - begin)
 
 
 def _naturals(value: object) -> bool:
     return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
 
 
-def _position(tensor: Tensor) -> tuple[int, int]:
+def _position(tensor: FileTensor) -> tuple[int, int]:
     return tensor.begin, tensor.nbytes
 
 
-def _check_layout(path: Path, tensors: list[Tensor], start: int, size: int) -> None:
+def _check_layout(path: Path, tensors: list[FileTensor], start: int, size: int) -> None:
     """Raises CheckpointError unless the tensors fill the file from `start` on."""
     at = start
     for tensor in tensors:

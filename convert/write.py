@@ -1,128 +1,163 @@
-"""Owns the writing of lazy leaves into an Orbax checkpoint.
+"""Owns the writing of lazy leaves into an Orbax checkpoint, several at a time.
 
-Orbax makes the directory, the metadata and the commit. A leaf's data is written
-by `_LeafHandler`, slab by slab through TensorStore, as zarr3 in the layout of
-Orbax's NumPy handler, so that the standard handlers restore it.
+A slab is noted in the journal when its chunks are on disk, with the digest of the
+leaf up to there. So a run that goes on reads what is there of an unfinished leaf,
+compares it with those digests, and has the last of them to go on with.
 """
 
-import asyncio
 import concurrent.futures
 import hashlib
-from collections.abc import Iterator, Sequence
+import queue
+import sys
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import orbax.checkpoint as ocp
-import tensorstore as ts
 
 from convert import interrupt
-from convert.leaf import Leaf
+from convert.chunk_files import is_whole, read_slab, write_chunks, write_header
+from convert.durable import Scratch, sync
+from convert.leaf import Block, Leaf
+from convert.orbax_tree import TREE_FILE, write_tree
 from convert.progress import Reporter
+from convert.staging import Staging
+from convert.stored import StoredArray
 from ddtree_jax.errors import CheckpointError
+
+# Leaves that are written at a time: while one is hashed, others are read and written.
+LANES = 4
+# What a lane writes before it syncs and notes it, and so may lose.
+MAX_UNNOTED_BYTES = 512 * 2**20
 
 
 def write_leaves(
-    directory: Path, leaves: Sequence[Leaf], *, nested: bool, reporter: Reporter
+    directory: Path,
+    leaves: Sequence[Leaf],
+    *,
+    nested: bool,
+    staging: Staging,
+    reporter: Reporter,
 ) -> dict[str, str]:
     """Writes a checkpoint and returns the SHA-256 of each leaf by its path.
 
     The digest is over the array's little-endian bytes in C order.
 
     Args:
-      directory: Made here.
+      directory: Made here, below `staging`, or left there by a stopped run.
       nested: Whether "/" in a path means a subtree, or the tree is flat.
     """
-    tree: dict = {}
-    for leaf in leaves:
-        *parents, name = leaf.path.split("/") if nested else [leaf.path]
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[name] = leaf
-    handler = _LeafHandler(reporter)
-    registry = ocp.type_handlers.create_type_handler_registry((Leaf, handler))
-    checkpointer = ocp.Checkpointer(
-        ocp.PyTreeCheckpointHandler(
-            use_ocdbt=False, use_zarr3=True, type_handler_registry=registry
-        )
-    )
-    with checkpointer:
-        checkpointer.save(directory.absolute(), args=ocp.args.PyTreeSave(tree))
-    return handler.digests
+    tree_key = staging.key(directory / TREE_FILE)
+    if not staging.journal.noted(tree_key):
+        write_tree(directory, leaves, nested=nested)
+        staging.journal.note([(tree_key, "")])
+    # The largest first, so that the lanes end together.
+    waiting: queue.SimpleQueue[tuple[Leaf, Path]] = queue.SimpleQueue()
+    for leaf in sorted(leaves, key=_size, reverse=True):
+        name = leaf.path.replace("/", ".") if nested else leaf.path
+        waiting.put((leaf, directory / name))
+    stop = threading.Event()
+    digests: dict[str, str] = {}
+    with concurrent.futures.ThreadPoolExecutor(LANES) as pool:
+        lanes = [
+            pool.submit(_Lane(staging, reporter, stop).run, waiting)
+            for _ in range(min(LANES, len(leaves)))
+        ]
+        try:
+            for lane in concurrent.futures.as_completed(lanes):
+                digests |= lane.result()
+        except BaseException:
+            stop.set()
+            raise
+    interrupt.check()
+    return digests
 
 
-class _LeafHandler(ocp.type_handlers.TypeHandler):
-    """Saves `Leaf`s; what it saves is restored as arrays by Orbax's own handlers."""
+class _Lane:
+    """Writes one leaf after another, in memory of its own."""
 
-    def __init__(self, reporter: Reporter):
-        self.digests: dict[str, str] = {}
+    def __init__(self, staging: Staging, reporter: Reporter, stop: threading.Event):
+        self._staging = staging
         self._reporter = reporter
-        # Orbax starts all leaves at once; each holds slabs, so memory would add up.
-        self._one_at_a_time = asyncio.Lock()
+        self._stop = stop
+        self._slab = Scratch()
+        self._chunk = Scratch()
+        self._notes: list[tuple[str, str]] = []
+        self._changed: set[Path] = set()
+        self._unnoted_bytes = 0
 
-    def typestr(self) -> str:
-        return ocp.type_handlers.NumpyHandler().typestr()
-
-    async def serialize(self, values, infos, args=None):
-        # Written here and not in a returned future: futures run in a thread of
-        # their own, which would go on writing after an interrupt.
-        for leaf, info in zip(values, infos, strict=True):
-            await info.await_path_creation()
+    def run(self, waiting: "queue.SimpleQueue[tuple[Leaf, Path]]") -> dict[str, str]:
+        """Returns the digests of the leaves that this lane has taken and written."""
+        digests = {}
+        while not self._is_stopped():
             try:
-                async with self._one_at_a_time:
-                    self.digests[leaf.path] = await self._write(leaf, info.path)
-            except ValueError as error:  # TensorStore's, for a full disk and the like
-                raise CheckpointError(f"{leaf.path}: not written: {error}") from error
-        return []
+                leaf, directory = waiting.get_nowait()
+            except queue.Empty:
+                break
+            digests[leaf.path] = self._write(leaf, directory)
+        self._note()
+        return digests
 
-    async def _write(self, leaf: Leaf, path) -> str:
-        store = await ts.open(_zarr3_spec(leaf, str(path)), create=True)
-        digest = hashlib.sha256()
-        for block, slab in _read_ahead(leaf):
-            interrupt.check()
-            # Hashed while it is being written, and while the next one is read.
-            writing = store[block].write(
-                slab, can_reference_source_data_indefinitely=True
-            )
-            digest.update(slab.reshape(-1).view(np.uint8))
-            await writing
+    def _is_stopped(self) -> bool:
+        return self._stop.is_set() or interrupt.has_come()
+
+    def _write(self, leaf: Leaf, directory: Path) -> str:
+        """Writes a leaf, or the rest of it, and returns its digest."""
+        array = StoredArray(directory, leaf.shape, leaf.dtype, leaf.layout()[0])
+        key = self._staging.key(directory)
+        noted = self._staging.journal.noted(key)
+        blocks = list(leaf.slabs())
+        if len(noted) == len(blocks) and is_whole(array):
+            self._reporter.advance(leaf.nbytes)
+            return noted[-1]
+        digest = _digest_of(array, blocks[: len(noted)], noted)
+        if digest is None:
+            print(f"{key}: not as noted; it is written anew", file=sys.stderr)
+            self._staging.journal.forget(key)
+            digest, noted = hashlib.sha256(), ()
+        self._reporter.advance(leaf.nbytes * len(noted) // len(blocks))
+        self._changed |= write_header(array)
+        for block in blocks[len(noted) :]:
+            if self._is_stopped():
+                break
+            self._reporter.at(leaf.file(block).name)
+            slab = self._slab.array(tuple(s.stop - s.start for s in block), leaf.dtype)
+            leaf.read(block, slab)
+            _add(digest, slab)
+            self._changed |= write_chunks(array, block, slab, self._chunk)
+            self._notes.append((key, digest.hexdigest()))
+            self._unnoted_bytes += slab.nbytes
+            if self._unnoted_bytes >= MAX_UNNOTED_BYTES:
+                self._note()
             self._reporter.advance(slab.nbytes)
         return digest.hexdigest()
 
-    async def metadata(self, infos):
-        raise NotImplementedError("restored by Orbax's own handlers")
-
-    async def deserialize(self, infos, args=None):
-        raise NotImplementedError("restored by Orbax's own handlers")
-
-
-def _read_ahead(leaf: Leaf) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
-    """Yields the slabs of `leaf`; the next one is read while one is in use."""
-    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as pool:
-        blocks = list(leaf.slabs())
-        following = pool.submit(leaf.read, blocks[0])
-        for i, block in enumerate(blocks):
-            slab = following.result()
-            if i + 1 < len(blocks):
-                following = pool.submit(leaf.read, blocks[i + 1])
-            yield block, slab
+    def _note(self) -> None:
+        """Makes durable what was written, and then notes it."""
+        sync(self._changed)
+        self._staging.journal.note(self._notes)
+        self._notes.clear()
+        self._changed.clear()
+        self._unnoted_bytes = 0
 
 
-def _zarr3_spec(leaf: Leaf, path: str) -> dict:
-    chunk, _ = leaf.layout()
-    return {
-        "driver": "zarr3",
-        "kvstore": {"driver": "file", "path": path},
-        "metadata": {
-            "shape": leaf.shape,
-            "data_type": leaf.dtype.name,
-            "chunk_grid": {
-                "name": "regular",
-                "configuration": {"chunk_shape": chunk},
-            },
-            # INT4 words and bfloat16 weights hardly compress.
-            "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
-        },
-        # A missing chunk must be an error when reading, never zeros.
-        "store_data_equal_to_fill_value": True,
-    }
+def _digest_of(array: StoredArray, blocks: Sequence[Block], noted: Sequence[str]):
+    """Returns the hash over the slabs that are noted, or None if one differs."""
+    digest = hashlib.sha256()
+    for block, expected in zip(blocks, noted, strict=True):
+        interrupt.check()
+        try:
+            _add(digest, read_slab(array, block))
+        except CheckpointError:
+            return None
+        if digest.hexdigest() != expected:
+            return None
+    return digest
+
+
+def _add(digest, slab: np.ndarray) -> None:
+    digest.update(slab.reshape(-1).view(np.uint8))
+
+
+def _size(item: Leaf) -> int:
+    return item.nbytes

@@ -9,13 +9,15 @@ import pytest
 from ddtree_jax.errors import ConfigError, DDTreeError, UnsupportedFormatError
 from ddtree_jax.hf_config import (
     check_draft_fits,
-    check_quantisation,
     config_deviations,
     read_draft_config,
     read_model_config,
+    read_quantisation,
     read_stop_token_ids,
 )
 from ddtree_jax.hf_config.draft import default_target_layer_ids
+from ddtree_jax.hf_config.quantisation import INT4 as INT4_NAME
+from ddtree_jax.hf_config.quantisation import Quantisation
 
 # The published values, written a second time: the package's own table is tested.
 TEXT = {
@@ -229,9 +231,9 @@ def test_k2_differs_where_it_should(write):
         "rope beta_fast is 1.0; published 32.0",
         "max_position_embeddings is 131072; published 262144",
         "pad_token_id is absent; published 163839",
-        "refused: .*FP8",
+        "quantization_config is FP8 in blocks; published INT4 pack-quantized",
     ):
-        assert any(text.removeprefix("refused: .*") in line for line in lines), text
+        assert any(text in line for line in lines), text
     assert len(lines) == 6
 
 
@@ -475,9 +477,96 @@ def test_doctor_lists_unknown_keys(write):
 
 
 def test_int4_passes(write):
-    for values in (nested(), flat(), resaved()):
-        check_quantisation(write(values))
-    check_quantisation(write(nested() | {"quantization_config": INT4}))
+    for values in (nested(), flat(), nested() | {"quantization_config": INT4}):
+        assert read_quantisation(write(values)).schemes == (INT4_NAME,)
+    assert read_quantisation(write(resaved())).schemes == ()
+
+
+FP8 = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+}
+GPTQ = {
+    "quant_method": "gptq",
+    "bits": 4,
+    "group_size": 32,
+    "sym": True,
+    "desc_act": False,
+    "damp_percent": 0.01,
+    "lm_head": False,
+}
+# As compressed-tensors 0.20.1 writes its preset FP8_BLOCK.
+FP8_BLOCK = {
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 8,
+                "type": "float",
+                "symmetric": True,
+                "group_size": None,
+                "strategy": "block",
+                "block_structure": [128, 128],
+                "dynamic": False,
+            },
+            "input_activations": {
+                "num_bits": 8,
+                "type": "float",
+                "symmetric": True,
+                "group_size": 128,
+                "strategy": "group",
+                "dynamic": True,
+            },
+            "output_activations": None,
+            "format": None,
+        }
+    },
+    "quant_method": "compressed-tensors",
+    "kv_cache_scheme": None,
+    "format": "float-quantized",
+    "quantization_status": "compressed",
+    "global_compression_ratio": None,
+    "ignore": ["lm_head"],
+    "moe_sparsity_config": None,
+}
+
+
+@pytest.mark.parametrize("form", [nested, flat])
+@pytest.mark.parametrize(
+    ("config", "schemes", "zero"),
+    [
+        (FP8, ("FP8 in blocks",), None),
+        (FP8_BLOCK, ("FP8 in blocks",), None),
+        (GPTQ, ("GPTQ INT4",), None),
+        (GPTQ | {"checkpoint_format": "gptq"}, ("GPTQ INT4",), 7),
+        (GPTQ | {"checkpoint_format": "gptq_v2"}, ("GPTQ INT4",), 8),
+    ],
+)
+def test_other_formats_that_the_converter_reads(write, form, config, schemes, zero):
+    path = write(form(quantization_config=config))
+    assert read_quantisation(path) == Quantisation(schemes, zero)
+    assert any(
+        line.endswith(f"quantization_config is {schemes[0]}; published {INT4_NAME}")
+        for line in config_deviations(path)
+    )
+
+
+def test_mixed_precision(write):
+    mixed = copy.deepcopy(INT4) | {"format": "mixed-precision"}
+    groups = mixed["config_groups"]
+    groups["group_0"]["format"] = "pack-quantized"
+    groups["group_1"] = copy.deepcopy(FP8_BLOCK["config_groups"]["group_0"])
+    groups["group_1"]["format"] = "float-quantized"
+    path = write(nested(quantization_config=mixed))
+    assert read_quantisation(path).schemes == ("FP8 in blocks", INT4_NAME)
+    groups["group_1"]["input_activations"]["dynamic"] = False
+    refused(
+        lambda: read_quantisation(write(nested(quantization_config=mixed))),
+        "group_1: input_activations: .*dynamic False",
+        UnsupportedFormatError,
+    )
 
 
 def int4(place: str, **changes) -> dict:
@@ -506,7 +595,24 @@ def int4(place: str, **changes) -> dict:
         (int4("outer", quantization_status="frozen"), "quantization_status 'frozen'"),
         (int4("outer", kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
         (int4("outer", odd=1), "unknown key odd"),
-        (int4("outer", config_groups={"a": {}, "b": {}}), "2 groups"),
+        (int4("outer", config_groups={}), "no group"),
+        (int4("outer", format="mixed-precision"), "mixed-precision"),
+        (int4("group", format="int-quantized"), "compressed-tensors int-quantized"),
+        (int4("weights", num_bits=3), "num_bits 3"),
+        (
+            FP8 | {"weight_block_size": [64, 128]},
+            r"FP8 .*weight_block_size \[64, 128\]",
+        ),
+        (FP8 | {"fmt": "e5m2"}, "fmt 'e5m2'"),
+        (FP8 | {"activation_scheme": "static"}, "activation_scheme 'static'"),
+        (FP8 | {"odd": 1}, "unknown key odd"),
+        (FP8_BLOCK | {"format": "pack-quantized"}, "input_activations"),
+        (GPTQ | {"bits": 8}, "GPTQ .*bits 8"),
+        (GPTQ | {"group_size": 128}, r"GPTQ .*group_size 128\); expected 32"),
+        (GPTQ | {"sym": False}, "GPTQ .*sym False"),
+        (GPTQ | {"desc_act": True}, "GPTQ .*desc_act True"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+        (GPTQ | {"odd": 1}, "unknown key odd"),
         (int4("group", input_activations={"num_bits": 8}), "input_activations"),
         (int4("weights", group_size=128), "group_size 128"),
         (int4("weights", num_bits=8), "num_bits 8"),
@@ -519,13 +625,13 @@ def int4(place: str, **changes) -> dict:
 )
 def test_quantisation_is_refused_by_name(write, config, match):
     path = write(nested(quantization_config=config))
-    refused(lambda: check_quantisation(path), match, UnsupportedFormatError)
+    refused(lambda: read_quantisation(path), match, UnsupportedFormatError)
     assert any(line.startswith("refused: ") for line in config_deviations(path))
 
 
 def test_two_quantisation_configs_that_differ(write):
     values = nested() | {"quantization_config": int4("weights", group_size=64)}
-    refused(lambda: check_quantisation(write(values)), "quantization_config differs")
+    refused(lambda: read_quantisation(write(values)), "quantization_config differs")
 
 
 def test_draft_published_values(write):

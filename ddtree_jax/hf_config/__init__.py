@@ -9,14 +9,14 @@ Does not know about tensors, JAX or devices. Read `target.py` first.
 
 from ddtree_jax.hf_config.doctor import config_deviations
 from ddtree_jax.hf_config.draft import check_draft_fits, read_draft_config
-from ddtree_jax.hf_config.quantisation import check_quantisation
+from ddtree_jax.hf_config.quantisation import read_quantisation
 from ddtree_jax.hf_config.target import read_model_config, read_stop_token_ids
 
 __all__ = [
     "check_draft_fits",
-    "check_quantisation",
     "config_deviations",
     "read_draft_config",
     "read_model_config",
+    "read_quantisation",
     "read_stop_token_ids",
 ]

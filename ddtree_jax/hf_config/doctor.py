@@ -54,6 +54,7 @@ PUBLISHED_DFLASH: dict[str, Json] = {
     "target_layer_ids": [1, 12, 24, 35, 47, 58],
     "mask_token_id": 163838,
 }
+PUBLISHED_QUANTISATION = quantisation.INT4
 PUBLISHED_ROPE: dict[str, float] = {
     "theta": 50000.0,
     "factor": 64.0,
@@ -100,12 +101,12 @@ def config_deviations(path: Path) -> list[str]:
     config = read_json(config_path(path))
     if config.get("architectures") == ["DFlashDraftModel"]:
         return _refusals(path, draft.read_draft_config) + _draft_lines(config)
-    lines = _refusals(path, target.read_model_config, quantisation.check_quantisation)
+    lines = _refusals(path, target.read_model_config, quantisation.read_quantisation)
     try:
         text = target.text_fields(config)
     except DDTreeError:
         return lines
-    return lines + _target_lines(config, text)
+    return lines + _quantisation_differences(path) + _target_lines(config, text)
 
 
 def _refusals(path: Path, *readers) -> list[str]:
@@ -153,6 +154,19 @@ def _differences(
                 f"{holder.name}: {key} is {holder.get(key)}; published {value}"
             )
     return lines
+
+
+def _quantisation_differences(path: Path) -> list[str]:
+    try:
+        schemes = quantisation.read_quantisation(path).schemes
+    except DDTreeError:
+        return []  # _refusals has said it
+    if set(schemes) <= {PUBLISHED_QUANTISATION}:
+        return []
+    return [
+        f"{config_path(path)}: quantization_config is {' and '.join(schemes)}; "
+        f"published {PUBLISHED_QUANTISATION}"
+    ]
 
 
 def _rope_differences(fields: Fields) -> list[str]:

@@ -9,7 +9,7 @@ import itertools
 import json
 import math
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeGuard
 
 import jax
 import orbax.checkpoint as ocp
@@ -33,6 +33,8 @@ MANIFEST = "manifest.json"
 PARAMS = "params"
 FORMAT = "ddtree_jax-checkpoint"
 VERSION = 1
+# Of stored arrays, by NumPy's names.
+_DTYPES = ("bfloat16", "float16", "float32", "int32", "int64", "uint8")
 
 type Kind = Literal["target", "draft"]
 
@@ -123,8 +125,8 @@ def read_manifest(directory: Path, *, kind: Kind | None = None) -> dict:
 def _restore[M: nnx.Module](
     directory: Path, manifest: dict, model: M, mesh: Mesh, dtype: DTypeLike
 ) -> M:
-    _check_manifest(directory, manifest, model)
-    _check_files(directory, manifest)
+    check_manifest(directory, manifest, model)
+    check_arrays(directory / PARAMS, manifest["tensors"], nested=True)
     abstract = with_shardings(model, mesh, dtype=dtype)
     tree: dict = {}
     for path, parameter in named_parameters(abstract).items():
@@ -148,7 +150,7 @@ def _restore[M: nnx.Module](
     return map_parameters(lambda path, _: arrays[path], abstract)
 
 
-def _check_manifest(directory: Path, manifest: dict, model: nnx.Module) -> None:
+def check_manifest(directory: Path, manifest: dict, model: nnx.Module) -> None:
     """Raises CheckpointError unless the stored arrays are those of `model`."""
     path = directory / MANIFEST
     stored = manifest["tensors"]
@@ -157,6 +159,7 @@ def _check_manifest(directory: Path, manifest: dict, model: nnx.Module) -> None:
         what = "unknown" if name in stored else "missing"
         raise CheckpointError(f"{path}: {name} is {what}; config.json does not fit")
     for name, parameter in wanted.items():
+        _check_entry(f"{path}: {name}", stored[name])
         got = (stored[name].get("dtype"), stored[name].get("shape"))
         expected = (str(parameter.dtype), list(parameter.shape))
         if got != expected:
@@ -166,13 +169,19 @@ def _check_manifest(directory: Path, manifest: dict, model: nnx.Module) -> None:
             )
 
 
-def _check_files(directory: Path, manifest: dict) -> None:
+def check_arrays(directory: Path, entries: dict, *, nested: bool) -> None:
     """Raises CheckpointError unless every chunk is there, and as long as it must be.
 
     Orbax finds this too, but only while it reads, and says it at great length.
+
+    Args:
+      directory: An Orbax checkpoint, `params` or `extra`.
+      entries: The manifest's, by array.
+      nested: Whether "/" in a name means a subtree.
     """
-    for name, entry in manifest["tensors"].items():
-        array = directory / PARAMS / name.replace("/", ".")
+    for name, entry in entries.items():
+        array = directory / (name.replace("/", ".") if nested else name)
+        _check_entry(f"{directory.parent / MANIFEST}: {name}", entry)
         _check_header(array / "zarr.json", entry)
         itemsize = jax.numpy.dtype(entry["dtype"]).itemsize
         nbytes = math.prod(entry["chunk"]) * itemsize
@@ -181,6 +190,32 @@ def _check_files(directory: Path, manifest: dict) -> None:
             path = array.joinpath("c", *map(str, index))
             if (size := _size(path)) != nbytes:
                 raise CheckpointError(f"{path} has {size} bytes; expected {nbytes}")
+
+
+def _check_entry(what: str, entry: object) -> None:
+    """Raises CheckpointError unless a manifest's entry describes an array."""
+    if not isinstance(entry, dict):
+        raise CheckpointError(f"{what} is {entry!r}; expected an object")
+    shape, chunk = entry.get("shape"), entry.get("chunk")
+    if not (_naturals(shape) and all(shape)):
+        raise CheckpointError(f"{what} has the shape {shape!r}; expected numbers ≥ 1")
+    if not (
+        _naturals(chunk)
+        and len(chunk) == len(shape)
+        and all(c and n % c == 0 for n, c in zip(shape, chunk, strict=True))
+    ):
+        raise CheckpointError(
+            f"{what} has the chunk {chunk!r}; expected a divisor of {shape}"
+        )
+    if not any(entry.get("dtype") == dtype for dtype in _DTYPES):
+        raise CheckpointError(
+            f"{what} has the dtype {entry.get('dtype')!r}; expected one of "
+            f"{', '.join(_DTYPES)}"
+        )
+
+
+def _naturals(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
 
 
 def _check_header(path: Path, entry: dict) -> None:

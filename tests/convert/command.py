@@ -35,3 +35,28 @@ def wide_config(**changes: int) -> dict:
     config = read_config(TINY)
     config["text_config"].update(changes)
     return config
+
+
+# Not by rusage: that counts the peak of the process that forked, too.
+_WITH_PEAK = """
+import sys
+import convert.leaf
+if (limit := sys.argv.pop(1)) != "usual":
+    convert.leaf.MAX_CHUNK_BYTES = int(limit)
+from convert.__main__ import main
+code = main(sys.argv[1:])
+lines = open("/proc/self/status").read().splitlines()
+print(next(line for line in lines if line.startswith("VmHWM:")))
+sys.exit(code)
+"""
+
+
+def run_with_peak(
+    *arguments, max_chunk_bytes: int | None = None
+) -> tuple[int, subprocess.CompletedProcess]:
+    """Returns the peak memory of a command in bytes, and how it ended."""
+    limit = str(max_chunk_bytes or "usual")
+    command = [sys.executable, "-c", _WITH_PEAK, limit, *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    peak = done.stdout.splitlines()[-1]
+    return int(peak.split()[1]) * 1024, done

@@ -20,6 +20,7 @@ DTYPES = {
     "F32": np.dtype(np.float32),
     "I32": np.dtype(np.int32),
     "I64": np.dtype(np.int64),
+    "U8": np.dtype(np.uint8),
 }
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from convert.__main__ import main
-from tests.convert.command import refused, run, wide_config
+from tests.convert.command import refused, run
 from tests.convert.support import TINY, TINY_DRAFT, read_config, write_checkpoint
 
 
@@ -70,33 +70,55 @@ def test_manifest(converted, tensors):
 def test_inspect(capsys, converted, tensors):
     total = sum(len(t.data) for t in tensors.values())
     shapes = 8 * sum(n.endswith(".weight_shape") for n in tensors)
-    code, out, _ = run(capsys, "inspect", converted)
-    assert code == 0
-    assert "ddtree_jax-checkpoint version 1, target, complete" in out
-    assert f"37 arrays, 35 extra tensors, {total - shapes} bytes" in out
-    assert "draft: 14 arrays" in out
     code, out, _ = run(capsys, "inspect", TINY)
     assert code == 0
-    assert "Hugging Face safetensors, target, 4 layers, 16 experts, INT4" in out
-    assert f"524 tensors in 3 files, {total} bytes, complete" in out
+    assert out.splitlines() == [
+        "Hugging Face safetensors, target, 4 layers, 16 experts, INT4 pack-quantized",
+        f"524 tensors in 3 files, {total} bytes, complete",
+        "233 BF16, 3 F32, 288 I32",
+        "35 tensors of the image path",
+    ]
     code, out, _ = run(capsys, "inspect", TINY_DRAFT)
     assert code == 0 and "DFlash drafter, 2 layers, block of 8" in out
+    code, out, _ = run(capsys, "inspect", converted)
+    lines = out.splitlines()
+    assert code == 0 and lines[:5] == [
+        "ddtree_jax-checkpoint, target, 4 layers, 16 experts, INT4 pack-quantized",
+        "version 1, made from Hugging Face safetensors 'tiny_k26'",
+        f"37 arrays, 35 extra tensors, {total - shapes} bytes",
+        "files: config.json, generation_config.json, tiktoken.model, "
+        "tokenizer_config.json, chat_template.jinja",
+        f"524 tensors in 72 arrays, {total} bytes, complete",
+    ]
+    drafts = [line for line in lines if line.startswith("draft: ")]
+    assert drafts == lines[7:]
+    assert (
+        drafts[0]
+        == "draft: ddtree_jax-checkpoint, DFlash drafter, 2 layers, block of 8"
+    )
+    assert drafts[2] == "draft: 14 arrays, 0 extra tensors, 886400 bytes"
 
 
-def test_inspect_refuses_what_is_not_whole(capsys, tmp_path):
+def test_inspect_says_what_was_lost(capsys, converted, tmp_path):
+    copy = shutil.copytree(converted, tmp_path / "copy")
+    manifest = json.loads((copy / "manifest.json").read_text())
+    assert manifest["losses"] == []
+    manifest["losses"] = ["two bits of it"]
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    code, out, _ = run(capsys, "inspect", copy)
+    assert code == 0 and "not bit for bit: two bits of it\n" in out
+    code, _, err = run(capsys, "export", copy, tmp_path / "hf", "--to", "hf")
+    assert code == 0 and "not bit for bit: two bits of it" in err
+
+
+def test_inspect_refuses_what_is_not_whole(capsys, tmp_path, converted):
     refused(capsys, "is not a directory", "inspect", tmp_path / "absent")
     source = shutil.copytree(TINY, tmp_path / "src")
     (source / "model-00002-of-000003.safetensors").unlink()
     refused(capsys, "000003.safetensors is missing", "inspect", source)
-
-
-def test_doctor(capsys, tmp_path):
-    code, out, _ = run(capsys, "doctor", TINY)
-    assert code == 0 and "text_config: hidden_size is 128; published 7168" in out
-    config = wide_config(n_group=8)
-    write_checkpoint(tmp_path, {}, config, shards=1)
-    code, out, _ = run(capsys, "doctor", tmp_path / "config.json")
-    assert code == 1 and "refused: " in out and "n_group is 8; expected 1" in out
+    copy = shutil.copytree(converted, tmp_path / "copy")
+    (copy / "draft/params/norm/c/0").unlink()
+    refused(capsys, "draft/params/norm/c/0 is missing", "inspect", copy)
 
 
 def test_usage(capsys):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from convert.source import open_source
+from convert.hf_source import read_directory
 from ddtree_jax.errors import CheckpointError, DDTreeError, UnsupportedFormatError
 from tests.convert.support import INDEX, Raw, write_checkpoint, write_file
 
@@ -19,7 +19,7 @@ def directory(tmp_path):
 
 def refused(directory, match: str, kind: type[DDTreeError] = CheckpointError) -> None:
     with pytest.raises(kind, match=match) as info:
-        open_source(directory)
+        read_directory(directory)
     assert "\n" not in str(info.value)
 
 
@@ -32,14 +32,14 @@ def edit_index(directory, **changes: str | None) -> None:
 
 
 def test_whole(directory):
-    source = open_source(directory)
-    assert source.tensors.keys() == TENSORS.keys()
-    assert source.nbytes == 24 and len(source.files) == 3
+    stored = read_directory(directory)
+    assert stored.tensors.keys() == TENSORS.keys()
+    assert len(stored.files) == 3
 
 
 def test_without_index(directory):
     (directory / INDEX).unlink()
-    assert open_source(directory).tensors.keys() == TENSORS.keys()
+    assert read_directory(directory).tensors.keys() == TENSORS.keys()
 
 
 def test_missing_shard(directory):

@@ -19,6 +19,7 @@ from . import (
     golden_bundled,
     golden_chat,
     golden_dflash,
+    golden_formats,
     golden_greedy,
     golden_int4,
     golden_rope,
@@ -38,6 +39,7 @@ def build(directory: Path) -> None:
     make_tiny_target.build(target)
     make_tiny_draft.build(draft)
     golden_int4.build(directory)
+    golden_formats.build(directory)
     golden_rope.build(directory)
     golden_target.build(directory, target)
     golden_greedy.build(directory, target)

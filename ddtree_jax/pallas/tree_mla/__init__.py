@@ -1,8 +1,15 @@
 """Tree-masked MLA attention over paged latents and a tail: the checked entry."""
 
+import jax
+from jax import lax
+
 from ddtree_jax.arrays import F32, I32, U32, Array, Float
 from ddtree_jax.pallas.checks import check_ranks, check_shapes
 from ddtree_jax.pallas.select import Implementation, select
+from ddtree_jax.pallas.tree_mla.kernel import (
+    tree_mla_attention_pallas,
+    unsupported,
+)
 from ddtree_jax.pallas.tree_mla.reference import (
     WORD_BITS,
     pack_bits,
@@ -12,7 +19,10 @@ from ddtree_jax.pallas.tree_mla.reference import (
 
 __all__ = ["pack_bits", "tree_mla_attention", "unpack_bits"]
 
-_IMPLEMENTATIONS = {"reference": tree_mla_attention_reference}
+_IMPLEMENTATIONS = {
+    "pallas": tree_mla_attention_pallas,
+    "reference": tree_mla_attention_reference,
+}
 
 
 def tree_mla_attention(
@@ -23,8 +33,8 @@ def tree_mla_attention(
     page_table: I32[Array, "B P"],
     context_len: I32[Array, "B"],
     *,
-    tail_latent: Float[Array, "B N L"],
-    tail_rope: Float[Array, "B N R"],
+    tail_latent: Float[Array, "B T L"],
+    tail_rope: Float[Array, "B T R"],
     ancestor_bits: U32[Array, "B N W"],
     softmax_scale: float,
     implementation: Implementation = "auto",
@@ -44,8 +54,9 @@ def tree_mla_attention(
 
     The tail holds the N nodes of this layer and this step: row `j` belongs to
     node `j`, normalised and rotated to that node's position. Tail row `j`
-    affects only nodes that have bit `j` set. Nothing is written: moving
-    accepted rows into the pages is the commit's work.
+    affects only nodes that have bit `j` set. It may have more than N rows, which
+    are not read: a multiple of 64 saves the kernel a copy. Nothing is written:
+    moving accepted rows into the pages is the commit's work.
 
     Shapes are per device: heads are split by the caller, caches and tail are
     replicated. The function contains no collective.
@@ -64,7 +75,9 @@ def tree_mla_attention(
       tail_rope: Rotary keys of the nodes, as in `rope_cache`.
       ancestor_bits: Bit `j % 32` of word `j // 32`: node sees tail row `j`.
       softmax_scale: Multiplies the logits; includes YaRN's correction.
-      implementation: "auto" takes the fastest that there is.
+      implementation: "auto" takes "pallas" on a Hopper GPU for bfloat16 of widths
+        that the kernel has (latents in 128s up to 512, rotary keys of 64), and
+        "reference" otherwise.
 
     Returns:
       The attention output before the value up-projection, and the natural
@@ -78,9 +91,10 @@ def tree_mla_attention(
     ranks = {"q_latent": (q_latent.shape, 4), "q_rope": (q_rope.shape, 4)}
     ranks |= {"latent_cache": (latent_cache.shape, 3)}
     ranks |= {"page_table": (page_table.shape, 2)}
+    ranks |= {"tail_latent": (tail_latent.shape, 3)}
     check_ranks(name, ranks)
     b, n, h, latent = q_latent.shape
-    rope = q_rope.shape[-1]
+    rope, tail = q_rope.shape[-1], tail_latent.shape[1]
     pages, page_size = latent_cache.shape[:2]
     check_shapes(
         name,
@@ -90,22 +104,59 @@ def tree_mla_attention(
             "rope_cache": (rope_cache.shape, (pages, page_size, rope)),
             "page_table": (page_table.shape, (b, page_table.shape[1])),
             "context_len": (context_len.shape, (b,)),
-            "tail_latent": (tail_latent.shape, (b, n, latent)),
-            "tail_rope": (tail_rope.shape, (b, n, rope)),
+            "tail_latent": (tail_latent.shape, (b, max(n, tail), latent)),
+            "tail_rope": (tail_rope.shape, (b, max(n, tail), rope)),
             "ancestor_bits": (ancestor_bits.shape, (b, n, -(-n // WORD_BITS))),
         },
         basis=f"q_latent {q_latent.shape}",
     )
-    run = select(name, implementation, _IMPLEMENTATIONS)
-    return run(
+    return _run(
         q_latent,
         q_rope,
         latent_cache,
         rope_cache,
         page_table,
         context_len,
-        tail_latent=tail_latent,
-        tail_rope=tail_rope,
-        ancestor_bits=ancestor_bits,
+        tail_latent,
+        tail_rope,
+        ancestor_bits,
+        implementation=implementation,
         softmax_scale=softmax_scale,
     )
+
+
+def _run(*arrays: Array, implementation: Implementation, softmax_scale: float):
+    """Returns what the chosen implementation does with the entry's arrays."""
+
+    def call(function):
+        def run(*arrays):
+            *leading, tail_latent, tail_rope, bits = arrays
+            return function(
+                *leading,
+                tail_latent=tail_latent,
+                tail_rope=tail_rope,
+                ancestor_bits=bits,
+                softmax_scale=softmax_scale,
+            )
+
+        return run
+
+    fits = unsupported(*arrays[:3]) is None and _on_hopper()
+    if implementation == "auto" and fits:
+        return lax.platform_dependent(
+            *arrays,
+            cuda=call(_IMPLEMENTATIONS["pallas"]),
+            default=call(_IMPLEMENTATIONS["reference"]),
+        )
+    if implementation == "auto":
+        implementation = "reference"
+    return call(select("tree_mla_attention", implementation, _IMPLEMENTATIONS))(*arrays)
+
+
+def _on_hopper() -> bool:
+    """Says whether this process has GPUs that have `wgmma`."""
+    try:
+        devices = jax.local_devices(backend="cuda")
+    except RuntimeError:
+        return False
+    return all(device.compute_capability == "9.0" for device in devices)

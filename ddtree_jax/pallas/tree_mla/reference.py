@@ -44,13 +44,14 @@ def tree_mla_attention_reference(
     page_table: I32[Array, "B P"],
     context_len: I32[Array, "B"],
     *,
-    tail_latent: Float[Array, "B N L"],
-    tail_rope: Float[Array, "B N R"],
+    tail_latent: Float[Array, "B T L"],
+    tail_rope: Float[Array, "B T R"],
     ancestor_bits: U32[Array, "B N W"],
     softmax_scale: float,
 ) -> tuple[Float[Array, "B N H L"], F32[Array, "B N H"]]:
     """Returns what `tree_mla_attention` documents, computed in float32."""
     n = q_latent.shape[1]
+    tail_latent, tail_rope = tail_latent[:, :n], tail_rope[:, :n]
     capacity = page_table.shape[1] * latent_cache.shape[1]
     committed = jnp.arange(capacity)[None] < context_len[:, None]
     ancestors = unpack_bits(ancestor_bits, n)

@@ -1,39 +1,78 @@
 """Owns a Hugging Face checkpoint directory: which tensors it has, and where.
 
-Does not know what the tensors mean. The index file is untrusted: it may name
-only files that lie in the directory itself.
+Does not know what the tensors mean, but for their format. The index file is
+untrusted: it may name only files that lie in the directory itself.
 """
 
 import dataclasses
 from pathlib import Path
 
-from convert.safetensors_file import Tensor, read_header
+from convert.checkpoint import Checkpoint, read_config
+from convert.formats import int4_config_json, refuse_foreign_formats, view_as_int4
+from convert.safetensors_file import FileTensor, read_header
+from ddtree_jax.config import ModelConfig
 from ddtree_jax.errors import CheckpointError, UnsupportedFormatError
 from ddtree_jax.hf_config.fields import read_json
+from ddtree_jax.hf_config.quantisation import FP8, GPTQ, read_quantisation
+
+FORMAT = "Hugging Face safetensors"
 
 INDEX = "model.safetensors.index.json"
 
 
+def open_hf(directory: Path, *, quantise_experts: bool = False) -> Checkpoint:
+    """Returns a Hugging Face directory, of a target or a drafter.
+
+    Args:
+      quantise_experts: As in `view_as_int4`.
+
+    Raises:
+      CheckpointError: A file is missing or not as declared; the message names it.
+      UnsupportedFormatError: The weights are in a format that is refused.
+      ConfigError: config.json is missing or unsupported.
+    """
+    stored = read_directory(directory)
+    config = read_config(directory)
+    if not isinstance(config, ModelConfig):
+        refuse_foreign_formats(stored.tensors.values())
+        if quantise_experts:
+            raise CheckpointError(
+                f"{directory} is a drafter; --quantise-experts goes with a target"
+            )
+        tensors = dict(stored.tensors)
+        return Checkpoint(directory, FORMAT, config, tensors, stored.files)
+    stated = read_quantisation(directory)
+    view = view_as_int4(
+        stored.tensors,
+        gptq_zero=stated.gptq_zero,
+        quantise_experts=quantise_experts,
+    )
+    is_own = view.is_stored and not {FP8, GPTQ} & set(stated.schemes)
+    return Checkpoint(
+        directory=directory,
+        format=FORMAT,
+        config=config,
+        tensors=view.tensors,
+        files=stored.files,
+        losses=view.losses,
+        config_json=None if is_own else int4_config_json(directory),
+    )
+
+
 @dataclasses.dataclass(frozen=True)
-class Source:
-    """A checkpoint that is whole as far as its headers and index say.
+class Stored:
+    """What the safetensors files of a directory hold.
 
     Attributes:
-      tensors: Every tensor by its name.
+      tensors: Every tensor by its name, as stored.
       files: The safetensors files.
     """
 
-    directory: Path
-    tensors: dict[str, Tensor]
+    tensors: dict[str, FileTensor]
     files: tuple[Path, ...]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(t.nbytes for t in self.tensors.values())
 
-
-def open_source(directory: Path) -> Source:
+def read_directory(directory: Path) -> Stored:
     """Returns the tensors of a checkpoint directory, after checking every header.
 
     Raises:
@@ -53,7 +92,7 @@ def open_source(directory: Path) -> Source:
         weight_map, files = None, present
     if not files:
         raise CheckpointError(f"{directory} has no .safetensors file")
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, FileTensor] = {}
     for file in files:
         for tensor in read_header(file):
             if tensor.name in tensors:
@@ -64,7 +103,7 @@ def open_source(directory: Path) -> Source:
             tensors[tensor.name] = tensor
     if weight_map is not None:
         _check_index(index, weight_map, tensors)
-    return Source(directory, tensors, tuple(files))
+    return Stored(tensors, tuple(files))
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -90,7 +129,7 @@ def _check_files(index: Path, files: list[Path], present: list[Path]) -> None:
 
 
 def _check_index(
-    index: Path, weight_map: dict[str, str], tensors: dict[str, Tensor]
+    index: Path, weight_map: dict[str, str], tensors: dict[str, FileTensor]
 ) -> None:
     for name, tensor in tensors.items():
         if name not in weight_map:

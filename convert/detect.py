@@ -1,0 +1,40 @@
+"""Owns the recognition of a checkpoint's format from the files of its directory."""
+
+from pathlib import Path
+
+from convert.checkpoint import DRAFT, Checkpoint
+from convert.hf_source import open_hf
+from convert.ours_source import is_ours, open_ours
+from convert.sglang.source import is_sglang, open_sglang
+from ddtree_jax.errors import CheckpointError
+
+
+def open_checkpoint(directory: Path, *, quantise_experts: bool = False) -> Checkpoint:
+    """Returns the checkpoint in `directory`, of whatever format it is.
+
+    Args:
+      quantise_experts: As in `open_hf`, for a Hugging Face directory.
+
+    Raises:
+      DDTreeError: It is nothing known, incomplete, or refused; the message says why.
+    """
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is not a directory")
+    if is_ours(directory):
+        checkpoint = open_ours(directory)
+    elif is_sglang(directory):
+        checkpoint = open_sglang(directory)
+    else:
+        return open_hf(directory, quantise_experts=quantise_experts)
+    if quantise_experts:
+        raise CheckpointError(
+            f"{directory} is {checkpoint.format}, whose experts are INT4; expected no "
+            "--quantise-experts"
+        )
+    return checkpoint
+
+
+def open_draft(directory: Path) -> Checkpoint | None:
+    """Returns the drafter in `directory`/draft, or None if there is none."""
+    inner = directory / DRAFT
+    return open_checkpoint(inner) if (inner / "config.json").exists() else None

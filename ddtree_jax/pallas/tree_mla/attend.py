@@ -1,0 +1,112 @@
+"""Owns the Hopper kernel that reads pages and tail, in row blocks and splits.
+
+The product is transposed: keys, and later latent columns, are the 64-row operand
+of `wgmma`, and query rows are its N. So 8 rows cost what 8 rows need, where rows
+as the 64-row operand would be padded: 72 rows (8 heads, 9 nodes) fill 56 % of two
+such tiles.
+
+Three warpgroups work on a tile of 64 keys in turn, and on different tiles at once:
+
+    score   loads tiles into a ring of slots, S = K Qᵀ, masks, P = 2^(S - m)
+    weigh   two of them, each half of the latent columns: O += Vᵀ P
+
+K and V are the same bytes: a slot holds 64 keys × 128 latent columns, and is freed
+when both `weigh` have summed it. The reference m of a row is its largest logit so
+far, raised only when a new one exceeds it by much: then O and the sums are scaled,
+else no maximum has to be found. Softmax does not depend on the choice of m.
+
+Source: split-KV attention with online softmax (FlashDecoding, FlashMLA); the
+transposed product of FlashMLA-ETAP (arXiv 2506.01969); lazy rescaling as in
+FlashAttention-4.
+"""
+
+from typing import Any
+
+import jax
+from jax import lax
+from jax import numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ddtree_jax.arrays import F32, Array
+from ddtree_jax.pallas.tree_mla.block import (
+    Barriers,
+    Buffers,
+    Inputs,
+    Problem,
+    barriers,
+    buffers,
+    work,
+)
+from ddtree_jax.pallas.tree_mla.score import score
+from ddtree_jax.pallas.tree_mla.weigh import HALF, weigh
+
+# Registers of a thread. All three warpgroups start with 168; what one gives up,
+# another can take.
+_SCORE_REGISTERS, _WEIGH_REGISTERS = 152, 176
+
+
+def attend(
+    problem: Problem, inputs: Inputs, *, interpret: Any = None
+) -> tuple[
+    F32[Array, "B blocks splits C X"],
+    F32[Array, "B blocks splits rows"],
+    F32[Array, "B blocks splits rows"],
+]:
+    """Returns the unnormalised sums of every split, their references and totals.
+
+    The sums of 64 latent columns are in the order of registers, which `combine`
+    knows. Splits without tiles write nothing but references and totals.
+
+    Args:
+      inputs: Queries as [B, rows, columns], rows a multiple of 8; tails as
+        [B, tokens, columns], tokens a multiple of 64.
+      interpret: Parameters of the interpreter.
+    """
+    config = problem.config
+    batch = inputs.q_latent.shape[0]
+    splits = (batch, config.row_blocks, config.splits)
+    sums = (*splits, problem.latent // HALF, HALF * config.rows)
+    rows = (*splits, config.rows)
+
+    def body(*refs):
+        inputs, outputs = Inputs(*refs[:9]), refs[9:12]
+        s = Buffers(*refs[12 : 12 + len(Buffers._fields)])
+        b = Barriers(*refs[12 + len(Buffers._fields) :])
+        partial, peaks, totals = outputs
+        w = work(problem, inputs.context_len)
+        warpgroup = lax.axis_index("warpgroup")
+
+        @pl.when(warpgroup == 0)
+        def _():
+            plgpu.set_max_registers(_SCORE_REGISTERS, action="decrease")
+            score(problem, w, inputs, s, b, peaks, totals)
+
+        @pl.when(warpgroup > 0)
+        def _():
+            plgpu.set_max_registers(_WEIGH_REGISTERS, action="increase")
+            weigh(problem, w, s, b, warpgroup - 1, partial)
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=(
+            jax.ShapeDtypeStruct(sums, jnp.float32),
+            jax.ShapeDtypeStruct(rows, jnp.float32),
+            jax.ShapeDtypeStruct(rows, jnp.float32),
+        ),
+        scratch_types=[*buffers(problem), *barriers(problem)],
+        grid=(config.splits, config.row_blocks, batch),
+        grid_names=("split", "row_block", "request"),
+        num_threads=3,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            # A thread reads in shared memory only what it wrote itself, or what a
+            # barrier announced, so none is needed around each access.
+            unsafe_no_auto_barriers=interpret is None,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+        interpret=interpret,
+        kernel_name="tree_mla_attend",
+    )
+    return kernel(*inputs)

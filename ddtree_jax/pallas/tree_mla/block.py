@@ -1,0 +1,177 @@
+"""Owns what the warpgroups of a block share: its work, its buffers, its barriers."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax import numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ddtree_jax.arrays import I32, Array
+from ddtree_jax.pallas.tree_mla.config import (
+    SLOT_COLUMNS,
+    TILE,
+    TreeMlaConfig,
+    tiles_per_split,
+)
+from ddtree_jax.pallas.warpgroup import WARPS
+
+# 128-byte rows, which TMA writes and wgmma reads without bank conflicts.
+_transforms: Any = plgpu  # whose annotations make these two classes abstract
+_SWIZZLED = (_transforms.TilingTransform((8, 64)), _transforms.SwizzleTransform(128))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What is known when a call is compiled.
+
+    Attributes:
+      log2_scale: Turns a product into the exponent of 2.
+      interpret: Whether the kernel runs in the interpreter, on a CPU.
+    """
+
+    nodes: int
+    heads: int
+    latent: int
+    rope: int
+    page_size: int
+    tail_tiles: int
+    log2_scale: float
+    config: TreeMlaConfig
+    interpret: bool
+
+    @property
+    def chunks(self) -> int:
+        """Slots of a tile."""
+        return self.latent // SLOT_COLUMNS
+
+    @property
+    def pieces(self) -> int:
+        """Pages of a tile."""
+        return TILE // self.page_size
+
+
+class Work(NamedTuple):
+    """What one block does: `tiles` tiles from `first` on; context comes first.
+
+    Attributes:
+      context_tiles: Of the request; the tiles from here on are its tail.
+    """
+
+    request: Array
+    row_block: Array
+    split: Array
+    context_len: Array
+    context_tiles: Array
+    first: Array
+    tiles: Array
+
+
+class Inputs(NamedTuple):
+    """Arrays in global memory, as `attend` takes them."""
+
+    q_latent: Any
+    q_rope: Any
+    latent_pages: Any
+    rope_pages: Any
+    page_table: Any
+    context_len: Any
+    tail_latent: Any
+    tail_rope: Any
+    bits: Any
+
+
+class Buffers(NamedTuple):
+    """Arrays in shared memory.
+
+    Attributes:
+      ring: Latents of the tiles in work, in slots.
+      probabilities: P of one tile, rows × keys.
+      growth: By what `weigh` scales its sums, for the tiles of even and odd number.
+      grew: Whether it has to.
+      words: Ancestor bits of the rows, for both halves of a tail tile.
+      scratch: For reductions of `score`.
+    """
+
+    q_latent: Any
+    q_rope: Any
+    ring: Any
+    rope: Any
+    probabilities: Any
+    growth: Any
+    grew: Any
+    words: Any
+    scratch: Any
+
+
+class Barriers(NamedTuple):
+    """`full`: loaded. `free`: no longer read. Each has one per slot where it says so.
+
+    A warpgroup that waits for a barrier observes each of its completions.
+    """
+
+    queries: Any
+    slot_full: Any
+    slot_free: Any
+    rope_full: Any
+    probabilities_full: Any
+    probabilities_free: Any
+
+
+def buffers(problem: Problem) -> Buffers:
+    """Returns the shared memory of a block."""
+    rows, slots = problem.config.rows, problem.config.slots
+
+    def swizzled(*shape):
+        return plgpu.SMEM(shape, jnp.bfloat16, transforms=_SWIZZLED)
+
+    return Buffers(
+        q_latent=swizzled(rows, problem.latent),
+        q_rope=swizzled(rows, problem.rope),
+        ring=swizzled(slots, TILE, SLOT_COLUMNS),
+        rope=swizzled(TILE, problem.rope),
+        probabilities=swizzled(rows, TILE),
+        growth=plgpu.SMEM((2, rows), jnp.float32),
+        grew=plgpu.SMEM((2,), jnp.int32),
+        words=plgpu.SMEM((2, rows), jnp.int32),
+        scratch=plgpu.SMEM((WARPS, rows), jnp.float32),
+    )
+
+
+def barriers(problem: Problem) -> Barriers:
+    """Returns the barriers of a block."""
+    slots, pieces = problem.config.slots, problem.pieces
+    return Barriers(
+        queries=plgpu.Barrier(num_arrivals=2),
+        slot_full=plgpu.Barrier(num_arrivals=pieces, num_barriers=slots),
+        slot_free=plgpu.Barrier(num_arrivals=2, num_barriers=slots),
+        rope_full=plgpu.Barrier(num_arrivals=pieces),
+        probabilities_full=plgpu.Barrier(),
+        probabilities_free=plgpu.Barrier(num_arrivals=2),
+    )
+
+
+def work(problem: Problem, context_len: Any) -> Work:
+    """Returns what this block does, from the real length of its request."""
+    request, row_block, split = (
+        lax.axis_index(name) for name in ("request", "row_block", "split")
+    )
+    length = context_len[request]
+    context_tiles = lax.div(length + (TILE - 1), jnp.int32(TILE))
+    total = context_tiles + problem.tail_tiles
+    share = tiles_per_split(total, problem.config.splits)
+    first = split * share
+    tiles = jnp.clip(total - first, 0, share)
+    return Work(request, row_block, split, length, context_tiles, first, tiles)
+
+
+def slot_of(problem: Problem, tile: I32[jax.Array, ""], chunk) -> Array:
+    """Returns the slot of a chunk of a tile, counted within this block's work."""
+    return lax.rem(tile * problem.chunks + chunk, jnp.int32(problem.config.slots))
+
+
+def slot_columns(chunk: Array) -> Any:
+    """Returns the latent columns of a chunk, as an index."""
+    return pl.ds(pl.multiple_of(chunk * SLOT_COLUMNS, SLOT_COLUMNS), SLOT_COLUMNS)

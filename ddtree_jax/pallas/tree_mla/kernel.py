@@ -1,0 +1,108 @@
+"""Owns the call of the two Hopper kernels with the arguments of the entry."""
+
+import math
+from typing import Any
+
+from jax import numpy as jnp
+
+from ddtree_jax.arrays import BF16, F32, I32, U32, Array
+from ddtree_jax.pallas.tree_mla.attend import attend
+from ddtree_jax.pallas.tree_mla.block import Inputs, Problem
+from ddtree_jax.pallas.tree_mla.combine import combine
+from ddtree_jax.pallas.tree_mla.config import SLOT_COLUMNS, TILE, TreeMlaConfig, choose
+
+# Of an H200; a device with fewer takes more than one wave.
+CORES = 132
+
+
+def unsupported(q_latent: Array, q_rope: Array, latent_cache: Array) -> str | None:
+    """Returns why the kernels cannot take these arguments, or None."""
+    latent, rope, page = q_latent.shape[-1], q_rope.shape[-1], latent_cache.shape[1]
+    dtypes = {str(x.dtype) for x in (q_latent, q_rope, latent_cache)}
+    if dtypes != {"bfloat16"}:
+        return f"dtypes {', '.join(sorted(dtypes))}; expected bfloat16"
+    if latent % SLOT_COLUMNS or latent > 512 or rope != 64:
+        return (
+            f"latents of {latent} and rotary keys of {rope}; expected a multiple of "
+            f"{SLOT_COLUMNS} up to 512, and 64"
+        )
+    if TILE % page or page % 8:
+        return f"pages of {page} tokens; expected 8, 16, 32 or 64"
+    return None
+
+
+def tree_mla_attention_pallas(
+    q_latent: BF16[Array, "B N H L"],
+    q_rope: BF16[Array, "B N H R"],
+    latent_cache: BF16[Array, "pages S L"],
+    rope_cache: BF16[Array, "pages S R"],
+    page_table: I32[Array, "B P"],
+    context_len: I32[Array, "B"],
+    *,
+    tail_latent: BF16[Array, "B T L"],
+    tail_rope: BF16[Array, "B T R"],
+    ancestor_bits: U32[Array, "B N W"],
+    softmax_scale: float,
+    config: TreeMlaConfig | None = None,
+    interpret: Any = None,
+) -> tuple[BF16[Array, "B N H L"], F32[Array, "B N H"]]:
+    """Returns what `tree_mla_attention` documents, on a Hopper GPU.
+
+    Args:
+      config: How the work is cut; None chooses.
+      interpret: Parameters of the interpreter, which runs the kernels on a CPU.
+
+    Raises:
+      ValueError: The kernels do not take these arguments.
+    """
+    if reason := unsupported(q_latent, q_rope, latent_cache):
+        raise ValueError(f"tree_mla_attention: implementation 'pallas' got {reason}")
+    b, n, h, latent = q_latent.shape
+    rows, rope = n * h, q_rope.shape[-1]
+    tail_tiles = -(-n // TILE)
+    page_size = latent_cache.shape[1]
+    if config is None:
+        held = -(-page_table.shape[1] * page_size // TILE)
+        config = choose(
+            batch=b,
+            rows=rows,
+            latent=latent,
+            rope=rope,
+            max_tiles=held + tail_tiles,
+            cores=CORES,
+        )
+    problem = Problem(
+        nodes=n,
+        heads=h,
+        latent=latent,
+        rope=rope,
+        page_size=page_size,
+        tail_tiles=tail_tiles,
+        log2_scale=softmax_scale * math.log2(math.e),
+        config=config,
+        interpret=interpret is not None,
+    )
+    inputs = Inputs(
+        # TMA reads rows by eights.
+        _padded(q_latent.reshape(b, rows, latent), 8),
+        _padded(q_rope.reshape(b, rows, rope), 8),
+        latent_cache,
+        rope_cache,
+        page_table,
+        context_len,
+        _padded(tail_latent, TILE),
+        _padded(tail_rope, TILE),
+        ancestor_bits,
+    )
+    partial, peaks, totals = attend(problem, inputs, interpret=interpret)
+    out, lse = combine(
+        problem, partial, peaks, totals, context_len, interpret=interpret
+    )
+    out, lse = out[:, :rows], lse[:, :rows]
+    return out.reshape(b, n, h, latent), lse.reshape(b, n, h)
+
+
+def _padded(x: Array, multiple: int) -> Array:
+    """Returns `x` [B, rows, columns] with rows added up to a multiple."""
+    missing = -x.shape[1] % multiple
+    return jnp.pad(x, ((0, 0), (0, missing), (0, 0))) if missing else x

@@ -1,0 +1,112 @@
+"""Owns the two warpgroups that sum values: O += Vᵀ P, each half of the columns."""
+
+from typing import Any
+
+from jax import lax
+from jax import numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ddtree_jax.arrays import Array
+from ddtree_jax.pallas.tree_mla.block import (
+    Barriers,
+    Buffers,
+    Problem,
+    Work,
+    slot_of,
+)
+from ddtree_jax.pallas.warpgroup import COLUMNS, LAYOUT, hidden_zero, relabel
+
+# Of a warpgroup in a slot.
+HALF = 64
+
+
+def weigh(
+    problem: Problem, w: Work, s: Buffers, b: Barriers, half: Array, partial: Any
+) -> None:
+    """Sums this half of the latent columns over the block's tiles, and stores it.
+
+    Args:
+      half: 0 or 1.
+      partial: Global memory of all splits, [B, row_blocks, splits, L / 64, 64 · rows]:
+        unnormalised sums, in the order of registers.
+    """
+    rows, chunks = problem.config.rows, problem.chunks
+    zeros = plgpu.layout_cast(jnp.zeros((HALF, rows), jnp.float32), LAYOUT)
+
+    def tile(i, sums):
+        zero = hidden_zero(w.context_len + i)
+
+        def arrived(chunk, _):
+            plgpu.barrier_wait(b.slot_full.at[slot_of(problem, i, chunk)])
+
+        lax.fori_loop(0, zero + chunks, arrived, None)
+        plgpu.barrier_wait(b.probabilities_full)
+        parity = lax.rem(i, 2)
+        grew = (s.grew[parity] > 0) & (i > 0)
+        sums = lax.cond(grew, lambda *a: _scaled(problem, s, parity, a), _same, *sums)
+        sums = _product(problem, s, i, half, sums)
+
+        def release(chunk, _):
+            plgpu.barrier_arrive(b.slot_free.at[slot_of(problem, i, chunk)])
+
+        lax.fori_loop(0, zero + chunks, release, None)
+        plgpu.barrier_arrive(b.probabilities_free)
+        return sums
+
+    sums = lax.fori_loop(0, w.tiles, tile, (zeros,) * chunks)
+
+    @pl.when(w.tiles > 0)
+    def _():
+        out = partial.at[w.request, w.row_block, w.split]
+        for chunk, x in enumerate(sums):
+            if problem.interpret:
+                flat = x.reshape(HALF * rows)
+            else:
+                strided = plgpu.Layout.WG_STRIDED((HALF * rows,), vec_size=4)
+                flat = relabel(x, LAYOUT, strided, (HALF * rows,))
+            out[chunk * 2 + half, :] = flat
+
+
+def _same(*sums: Array) -> tuple[Array, ...]:
+    return sums
+
+
+def _scaled(problem: Problem, s: Buffers, parity: Array, sums) -> tuple[Array, ...]:
+    if problem.interpret:
+        growth = s.growth[parity]
+    else:
+        growth = plgpu.load(s.growth.at[parity], layout=COLUMNS, optimized=False)
+    return tuple(x * lax.broadcast_in_dim(growth, x.shape, [1]) for x in sums)
+
+
+def _product(problem: Problem, s: Buffers, i: Array, half: Array, sums):
+    """Returns the sums with tile `i` added."""
+    columns = pl.ds(pl.multiple_of(half * HALF, HALF), HALF)
+
+    def values(chunk):
+        return s.ring.at[slot_of(problem, i, chunk), :, columns]
+
+    if problem.interpret:
+        p = s.probabilities[...]
+        added = tuple(
+            x
+            + lax.dot_general(
+                values(chunk)[...],
+                p,
+                (((0,), (1,)), ((), ())),
+                preferred_element_type=jnp.float32,
+            )
+            for chunk, x in enumerate(sums)
+        )
+        # The interpreter sees ordinary reads, which a load may overtake.
+        plgpu.commit_smem()
+        return added
+
+    def multiply(refs):
+        for chunk, ref in enumerate(refs):
+            plgpu.wgmma(ref, values(chunk).T, s.probabilities.T)
+
+    return pl.run_state(multiply)(
+        tuple(plgpu.WGMMAAccumulatorRef.init(x) for x in sums)
+    )
