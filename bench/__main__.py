@@ -1,4 +1,4 @@
-"""Owns the command line: `python -m bench tree-build | step | convert | …`.
+"""Owns the command line: `python -m bench tree-build | tree-mla | step | …`.
 
 Exit codes: 0 done, 1 bad input or worse than the threshold, 2 wrong usage.
 """
@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddtree_jax.errors import ConfigError, DDTreeError
+
+# After so many nothing new is begun; what is under way ends within 150.
+_TREE_MLA_SECONDS = 135
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,6 +37,34 @@ def _tree_build(flags: argparse.Namespace, argv: Sequence[str]) -> int:
     path = flags.out or record.results_path("tree_build")
     write_record(path, record.bench_record("tree_build", rows, argv))
     print(f"{path} written")
+    return 0
+
+
+def _tree_mla(flags: argparse.Namespace, argv: Sequence[str]) -> int:
+    from functools import partial
+
+    from bench import device_time, record, tree_mla, tree_mla_cases
+    from bench.tree_mla_arms import Deadline
+    from bench.tree_mla_table import table
+    from ddtree_jax.research.record import write_record
+
+    deadline = Deadline.after(_TREE_MLA_SECONDS)
+    cases = tree_mla_cases.chosen(flags.cases)
+    tree_mla.require_hopper()
+    path = flags.output or record.results_path("tree_mla")
+    made = record.bench_record("tree_mla", [], argv)
+    made |= {
+        "method": device_time.METHOD,
+        "floors": tree_mla_cases.FLOORS,
+        "peers": tree_mla_cases.PEERS_SOURCE,
+    }
+    save = partial(write_record, path, made)
+    wrong = tree_mla.measure(cases, made["rows"], save=save, deadline=deadline)
+    print(table(made))
+    if made["rows"]:
+        print(f"{path} written")
+    if wrong:
+        raise DDTreeError("tree-mla: not measured: " + "; ".join(wrong))
     return 0
 
 
@@ -128,6 +159,10 @@ def _whole(text: str) -> int:
     return int(text)
 
 
+def _patterns(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
 def _budgets(text: str) -> tuple[int, ...]:
     parts = text.split(",")
     if not all(part.isdecimal() for part in parts):
@@ -152,6 +187,7 @@ def _parser() -> argparse.ArgumentParser:
     tree_build.add_argument(
         "--out", type=Path, metavar="FILE", help="record (default: in bench/results)"
     )
+    _add_tree_mla(command)
     step = command("step", _step, "time the whole step, in microseconds")
     _add_step_flags(step)
     convert = command("convert", _convert, "time conversions beside cp, and restoring")
@@ -195,6 +231,27 @@ def _parser() -> argparse.ArgumentParser:
         "--check", action="store_true", help="write nothing; exit 1 if they differ"
     )
     return parser
+
+
+def _add_tree_mla(command) -> None:
+    made = command(
+        "tree-mla",
+        _tree_mla,
+        "time tree-MLA attention beside XLA, in microseconds; needs a Hopper GPU",
+    )
+    made.add_argument(
+        "--cases",
+        type=_patterns,
+        default=(),
+        metavar="LIST",
+        help="names, or patterns like kimi-heads8-*-context5632-* (default: all)",
+    )
+    made.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="record (default: in bench/results)",
+    )
 
 
 def _add_step_flags(step: argparse.ArgumentParser) -> None:

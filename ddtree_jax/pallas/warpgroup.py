@@ -37,6 +37,17 @@ def hidden_zero(value: Array) -> Array:
     return lax.shift_right_arithmetic(value, 31)
 
 
+def overlap_launches(*, interpret: bool) -> None:
+    """Lets this kernel start before the one before it has ended; waits for its end.
+
+    To be called first: what comes after may read what that kernel wrote. Programmatic
+    dependent launch hides part of a launch behind the end of the kernel before.
+    """
+    if not interpret:
+        plgpu.griddepcontrol_wait()
+        plgpu.griddepcontrol_launch_dependents()
+
+
 def any_above(x: Array, limit: float, *, interpret: bool) -> Array:
     """Returns whether any element of `x` [64, N] is above `limit`; NaN is not."""
     if interpret:

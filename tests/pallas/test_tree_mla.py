@@ -1,5 +1,6 @@
 """Tree attention against a float64 loop, with traps in all that must not be read."""
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -11,111 +12,37 @@ from hypothesis import given, settings
 
 from ddtree_jax.pallas.tree_mla import pack_bits, tree_mla_attention, unpack_bits
 from ddtree_jax.pallas.tree_mla.cases import CASES, TreeMlaCase
-from tests.support import poison, trees
+from tests.support import trees
 from tests.support.compare import assert_bit_equal, assert_close
+from tests.support.tree_mla import check as check_against_loop
+from tests.support.tree_mla import make, split_arguments
 
 CI_CASES = [case for case in CASES if case.size == "ci"]
-NAMES = (
-    "q_latent",
-    "q_rope",
-    "latent_cache",
-    "rope_cache",
-    "page_table",
-    "context_len",
-    "tail_latent",
-    "tail_rope",
-    "ancestor_bits",
-)
 SCALE = 0.3
 
 
 @partial(jax.jit, static_argnames="implementation")
 def attend(arrays: dict, implementation="auto"):
-    a = dict(arrays)
-    positional = [a.pop(name) for name in NAMES[:6]]
+    positional, keywords = split_arguments(arrays)
     return tree_mla_attention(
-        *positional, **a, softmax_scale=SCALE, implementation=implementation
+        *positional, **keywords, softmax_scale=SCALE, implementation=implementation
     )
-
-
-def make(case: TreeMlaCase, rng, tree_list=None, dtype=np.float32):
-    """Returns the poisoned arrays of a case by name, and its trees."""
-    batch, n, size = len(case.context_len), case.nodes, case.page_size
-    if tree_list is None:
-        kinds = [trees.chain(n), trees.star(n), trees.random_tree(n, rng)]
-        kinds.append(trees.padded(kinds[2], max(1, n // 2)))
-        tree_list = [kinds[b % len(kinds)] for b in range(batch)]
-    num_pages = batch * case.pages_per_request + 3
-    table = rng.permutation(num_pages)[: batch * case.pages_per_request]
-    table = table.reshape(batch, -1).astype(np.int32)
-    length = np.asarray(case.context_len, np.int32)
-    committed = poison.committed_rows(table, length, num_pages, size)
-    used = np.stack([tree.used for tree in tree_list])
-
-    def normal(*shape):
-        return rng.standard_normal(shape).astype(dtype)
-
-    latent_cache = normal(num_pages, size, case.latent)
-    rope_cache = normal(num_pages, size, case.rope)
-    mask = np.stack([trees.ancestors(tree) for tree in tree_list])
-    return {
-        "q_latent": normal(batch, n, case.heads, case.latent),
-        "q_rope": normal(batch, n, case.heads, case.rope),
-        "latent_cache": poison.poison_rows(latent_cache, committed),
-        "rope_cache": poison.poison_rows(rope_cache, committed),
-        "page_table": poison.poison_table(table, length, size),
-        "context_len": length,
-        "tail_latent": poison.poison_tail(normal(batch, n, case.latent), used),
-        "tail_rope": poison.poison_tail(normal(batch, n, case.rope), used),
-        "ancestor_bits": np.asarray(pack_bits(jnp.asarray(mask))),
-    }, tree_list
-
-
-def oracle(a: dict, tree_list, b: int):
-    """Returns output and log-sum-exp of one request: a loop over visible keys."""
-    size = a["latent_cache"].shape[1]
-    n, heads, latent = a["q_latent"].shape[1:]
-    out, lse = np.zeros((n, heads, latent)), np.zeros((n, heads))
-    context = []
-    for t in range(a["context_len"][b]):
-        page, row = a["page_table"][b, t // size], t % size
-        context.append((a["latent_cache"][page, row], a["rope_cache"][page, row]))
-    above = trees.ancestors(tree_list[b])
-    for i in range(n):
-        keys = context + [
-            (a["tail_latent"][b, j], a["tail_rope"][b, j])
-            for j in range(n)
-            if above[i, j]
-        ]
-        values = np.stack([key for key, _ in keys]).astype(np.float64)
-        ropes = np.stack([rope for _, rope in keys]).astype(np.float64)
-        for h in range(heads):
-            logits = values @ a["q_latent"][b, i, h].astype(np.float64)
-            logits += ropes @ a["q_rope"][b, i, h].astype(np.float64)
-            logits *= SCALE
-            peak = logits.max()
-            weights = np.exp(logits - peak)
-            out[i, h] = weights @ values / weights.sum()
-            lse[i, h] = peak + np.log(weights.sum())
-    return out, lse
 
 
 def check(arrays, tree_list, requests=None):
     """Asserts that every used node of these requests is as the loop says."""
-    out, lse = attend(arrays)
-    assert out.dtype == arrays["q_latent"].dtype
-    assert lse.dtype == jnp.float32
-    for b in range(len(tree_list)) if requests is None else requests:
-        used = tree_list[b].used
-        want_out, want_lse = oracle(arrays, tree_list, b)
-        assert_close("tree_mla", out[b][used], want_out[used])
-        assert_close("tree_mla lse", lse[b][used], want_lse[used])
+    check_against_loop("tree_mla", attend(arrays), arrays, tree_list, SCALE, requests)
 
 
 @pytest.mark.parametrize("case", CI_CASES, ids=lambda c: c.name)
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=["f32", "bf16"])
-def test_cases(case, dtype):
-    check(*make(case, np.random.default_rng(1), dtype=dtype))
+@pytest.mark.parametrize(
+    ("dtype", "tail_rows"),
+    [(np.float32, None), (ml_dtypes.bfloat16, 70)],
+    ids=["f32", "bf16"],
+)
+def test_cases(case, dtype, tail_rows):
+    rng = np.random.default_rng(1)
+    check(*make(case, rng, dtype=dtype, tail_rows=tail_rows))
 
 
 @settings(max_examples=12)
@@ -225,13 +152,71 @@ def test_a_wrong_shape_is_named(name, cut, got, want):
     )
 
 
-def test_an_implementation_that_is_not_there_is_refused():
-    arrays, _ = make(CI_CASES[0], np.random.default_rng(9))
-    with pytest.raises(NotImplementedError) as error:
+KERNEL_CASE = TreeMlaCase(
+    size="ci",
+    heads=2,
+    nodes=5,
+    context_len=(20, 0),
+    latent=128,
+    rope=64,
+    page_size=16,
+)
+
+
+def test_auto_is_the_reference_on_a_cpu():
+    """Also of what the kernel takes, and where the process has a GPU beside it."""
+    arrays, _ = make(KERNEL_CASE, np.random.default_rng(9), dtype=ml_dtypes.bfloat16)
+    for auto, named in zip(attend(arrays), attend(arrays, "reference"), strict=True):
+        assert_bit_equal(auto, named)
+
+
+@pytest.mark.parametrize(
+    ("change", "dtype", "reason"),
+    [
+        ({}, np.float32, "dtypes float32; expected bfloat16"),
+        (
+            {"latent": 96},
+            ml_dtypes.bfloat16,
+            "latents of 96 and rotary keys of 64; "
+            "expected a multiple of 128 up to 512, and 64",
+        ),
+        (
+            {"latent": 640},
+            ml_dtypes.bfloat16,
+            "latents of 640 and rotary keys of 64; "
+            "expected a multiple of 128 up to 512, and 64",
+        ),
+        (
+            {"rope": 32},
+            ml_dtypes.bfloat16,
+            "latents of 128 and rotary keys of 32; "
+            "expected a multiple of 128 up to 512, and 64",
+        ),
+        (
+            {"page_size": 24},
+            ml_dtypes.bfloat16,
+            "pages of 24 tokens; expected 8, 16, 32 or 64",
+        ),
+        (
+            {"page_size": 128},
+            ml_dtypes.bfloat16,
+            "pages of 128 tokens; expected 8, 16, 32 or 64",
+        ),
+        (
+            {"page_size": 4},
+            ml_dtypes.bfloat16,
+            "pages of 4 tokens; expected 8, 16, 32 or 64",
+        ),
+    ],
+)
+def test_the_kernel_refuses_what_it_cannot_take(change, dtype, reason):
+    case = dataclasses.replace(KERNEL_CASE, **change)
+    arrays, _ = make(case, np.random.default_rng(9), dtype=dtype)
+    with pytest.raises(ValueError) as error:
         attend(arrays, "pallas")
-    assert str(error.value) == (
-        "tree_mla_attention: no 'pallas' implementation; available: reference"
-    )
+    message = f"tree_mla_attention: implementation 'pallas' got {reason}"
+    assert str(error.value) == message
+    attend(arrays)
 
 
 @pytest.mark.parametrize(

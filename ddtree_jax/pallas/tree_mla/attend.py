@@ -40,6 +40,7 @@ from ddtree_jax.pallas.tree_mla.block import (
 )
 from ddtree_jax.pallas.tree_mla.score import score
 from ddtree_jax.pallas.tree_mla.weigh import HALF, weigh
+from ddtree_jax.pallas.warpgroup import overlap_launches
 
 # Registers of a thread. All three warpgroups start with 168; what one gives up,
 # another can take.
@@ -74,6 +75,7 @@ def attend(
         s = Buffers(*refs[12 : 12 + len(Buffers._fields)])
         b = Barriers(*refs[12 + len(Buffers._fields) :])
         partial, peaks, totals = outputs
+        overlap_launches(interpret=problem.interpret)
         w = work(problem, inputs.context_len)
         warpgroup = lax.axis_index("warpgroup")
 

@@ -14,7 +14,12 @@ from ddtree_jax.pallas.tree_mla.block import Problem
 from ddtree_jax.pallas.tree_mla.config import TILE, tiles_per_split
 from ddtree_jax.pallas.tree_mla.mask import LOWEST
 from ddtree_jax.pallas.tree_mla.weigh import HALF
-from ddtree_jax.pallas.warpgroup import COLUMNS, LAYOUT, relabel
+from ddtree_jax.pallas.warpgroup import (
+    COLUMNS,
+    LAYOUT,
+    overlap_launches,
+    relabel,
+)
 
 # Rows of a block here: a group of 8 columns of an accumulator.
 _ROWS = 8
@@ -75,6 +80,7 @@ def _body(
     problem, partial, peaks, totals, context_len, out, lse, sums, stats, barrier
 ) -> None:
     config, interpret = problem.config, problem.interpret
+    overlap_launches(interpret=interpret)
     group, column, block, warpgroup = (
         lax.axis_index(name) for name in ("group", "column", "block", "warpgroup")
     )

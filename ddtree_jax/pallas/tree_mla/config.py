@@ -63,7 +63,7 @@ def choose(
         row_blocks=-(-rows // block_rows),
         splits=splits,
         slots=min(ring // (TILE * SLOT_COLUMNS * 2), 2 * latent // SLOT_COLUMNS),
-        combine_warpgroups=4 if splits > 8 else 1,
+        combine_warpgroups=8 if splits > 32 else 4 if splits > 8 else 1,
     )
 
 

@@ -17,9 +17,7 @@ from ddtree_jax.pallas.warpgroup import COLUMNS, LAYOUT, hidden_zero
 LOWEST = -1e30
 
 
-def mask_context(
-    problem: Problem, w: Work, _: Inputs, s: Buffers, i: Array, x: Array
-) -> Array:
+def mask_context(problem: Problem, w: Work, s: Buffers, i: Array, x: Array) -> Array:
     """Returns the logits of a context tile; keys past the context are unseen."""
     seen = w.context_len - (w.first + i) * TILE
 
@@ -30,18 +28,16 @@ def mask_context(
     return lax.cond(seen < TILE, partly, lambda: x)
 
 
-def mask_tail(
-    problem: Problem, w: Work, g: Inputs, s: Buffers, i: Array, x: Array
-) -> Array:
+def mask_tail(problem: Problem, w: Work, s: Buffers, i: Array, x: Array) -> Array:
     """Returns the logits of a tail tile: a row sees its node's ancestors.
 
-    A latent that is not finite makes every logit of its key so, and with it the
-    rows that see the key. For the others it is zeroed.
+    `stage_words` has to have run for this tile. A latent that is not finite makes
+    every logit of its key so, and with it the rows that see the key. For the others
+    it is zeroed.
     """
     rows = x.shape[1]
     tile = w.first + i - w.context_tiles
     valid = problem.nodes - tile * TILE
-    _stage_words(problem, w, g, s, tile, hidden_zero(w.context_len + i))
 
     def words(half):
         if problem.interpret:
@@ -61,14 +57,11 @@ def mask_tail(
     return jnp.where(seen, jnp.where(x == -jnp.inf, jnp.nan, x), LOWEST)
 
 
-def _stage_words(
-    problem: Problem, w: Work, g: Inputs, s: Buffers, tile: Array, zero: Array
-) -> None:
-    """Writes the two words that each row has for the 64 keys of a tail tile.
-
-    Args:
-      zero: A hidden 0, so that none of this is computed before it is needed.
-    """
+def stage_words(problem: Problem, w: Work, g: Inputs, s: Buffers, i: Array) -> None:
+    """Writes the two words that each row has for the 64 keys of tail tile `i`."""
+    # A hidden 0, so that none of this is computed before it is needed.
+    zero = hidden_zero(w.context_len + i)
+    tile = w.first + i - w.context_tiles
     rows, heads = problem.config.rows, problem.heads
     row = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=COLUMNS)
     begin = w.row_block * rows + zero

@@ -20,7 +20,12 @@ from ddtree_jax.pallas.tree_mla.block import (
 )
 from ddtree_jax.pallas.tree_mla.config import TILE
 from ddtree_jax.pallas.tree_mla.load import Loader
-from ddtree_jax.pallas.tree_mla.mask import LOWEST, mask_context, mask_tail
+from ddtree_jax.pallas.tree_mla.mask import (
+    LOWEST,
+    mask_context,
+    mask_tail,
+    stage_words,
+)
 from ddtree_jax.pallas.warpgroup import (
     COLUMNS,
     LAYOUT,
@@ -61,21 +66,21 @@ def score(
         loader.start(*pages)
         plgpu.barrier_wait(b.queries)
 
-    def tile(i, carry, mask):
+    def tile(i, carry, *, tail):
         peak, total, here, following = carry
         later = loader.pages(w.first + i + 2)
+        if tail:
+            stage_words(problem, w, g, s, i)
         x = _logits(problem, w, s, b, i, lambda: loader.refill(i, here, following))
         loader.next_rope(i, following)
-        x = mask(problem, w, g, s, i, x)
+        x = (mask_tail if tail else mask_context)(problem, w, s, i, x)
         peak, total = _probabilities(problem, s, b, i, x, peak, total)
         return peak, total, following, later
 
     context = jnp.clip(w.context_tiles - w.first, 0, w.tiles)
     carry = (peak, total, *pages)
-    carry = lax.fori_loop(0, context, functools.partial(tile, mask=mask_context), carry)
-    carry = lax.fori_loop(
-        context, w.tiles, functools.partial(tile, mask=mask_tail), carry
-    )
+    carry = lax.fori_loop(0, context, functools.partial(tile, tail=False), carry)
+    carry = lax.fori_loop(context, w.tiles, functools.partial(tile, tail=True), carry)
     peak, total = carry[:2]
 
     @pl.when(w.tiles > 0)

@@ -45,12 +45,7 @@ def weigh(
         parity = lax.rem(i, 2)
         grew = (s.grew[parity] > 0) & (i > 0)
         sums = lax.cond(grew, lambda *a: _scaled(problem, s, parity, a), _same, *sums)
-        sums = _product(problem, s, i, half, sums)
-
-        def release(chunk, _):
-            plgpu.barrier_arrive(b.slot_free.at[slot_of(problem, i, chunk)])
-
-        lax.fori_loop(0, zero + chunks, release, None)
+        sums = _product(problem, s, b, i, half, sums)
         plgpu.barrier_arrive(b.probabilities_free)
         return sums
 
@@ -80,33 +75,37 @@ def _scaled(problem: Problem, s: Buffers, parity: Array, sums) -> tuple[Array, .
     return tuple(x * lax.broadcast_in_dim(growth, x.shape, [1]) for x in sums)
 
 
-def _product(problem: Problem, s: Buffers, i: Array, half: Array, sums):
-    """Returns the sums with tile `i` added."""
+def _product(problem: Problem, s: Buffers, b: Barriers, i: Array, half: Array, sums):
+    """Returns the sums with tile `i` added; frees its slots one by one."""
     columns = pl.ds(pl.multiple_of(half * HALF, HALF), HALF)
-
-    def values(chunk):
-        return s.ring.at[slot_of(problem, i, chunk), :, columns]
+    slots = [slot_of(problem, i, chunk) for chunk in range(problem.chunks)]
 
     if problem.interpret:
         p = s.probabilities[...]
         added = tuple(
-            x
-            + lax.dot_general(
-                values(chunk)[...],
-                p,
-                (((0,), (1,)), ((), ())),
-                preferred_element_type=jnp.float32,
-            )
-            for chunk, x in enumerate(sums)
+            x + _dot_rows(s.ring[slot, :, columns], p)
+            for slot, x in zip(slots, sums, strict=True)
         )
         # The interpreter sees ordinary reads, which a load may overtake.
         plgpu.commit_smem()
+        for slot in slots:
+            plgpu.barrier_arrive(b.slot_free.at[slot])
         return added
 
     def multiply(refs):
-        for chunk, ref in enumerate(refs):
-            plgpu.wgmma(ref, values(chunk).T, s.probabilities.T)
+        for slot, ref in zip(slots, refs, strict=True):
+            values = s.ring.at[slot, :, columns]
+            plgpu.wgmma(ref, values.T, s.probabilities.T)
+        for pending, slot in zip(reversed(range(len(slots))), slots, strict=True):
+            plgpu.wgmma_wait(pending)
+            plgpu.barrier_arrive(b.slot_free.at[slot])
 
     return pl.run_state(multiply)(
         tuple(plgpu.WGMMAAccumulatorRef.init(x) for x in sums)
     )
+
+
+def _dot_rows(values: Array, p: Array) -> Array:
+    """Returns Vᵀ Pᵀ for values [keys, columns] and p [rows, keys]."""
+    contracted = (((0,), (1,)), ((), ()))
+    return lax.dot_general(values, p, contracted, preferred_element_type=jnp.float32)
