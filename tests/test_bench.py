@@ -4,11 +4,27 @@ import json
 import re
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from bench import compare, prompts, record, tables, timing
+from bench import (
+    compare,
+    device_time,
+    prompts,
+    record,
+    tables,
+    timing,
+    tree_mla,
+    tree_mla_arms,
+    tree_mla_cases,
+    tree_mla_inputs,
+    tree_mla_table,
+)
+from bench.__main__ import main
 from ddtree_jax.engine.tokenizer import load_tokenizer
 from ddtree_jax.errors import ConfigError
+from ddtree_jax.pallas.tree_mla.cases import CASES, TreeMlaCase
 
 ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT / "tests" / "golden" / "tiny_k26"
@@ -187,3 +203,243 @@ def test_texts_that_are_too_short_are_refused(tmp_path):
         prompts.write_prompts(
             GOLDEN, [tmp_path / "b.txt"], tmp_path / "o", tokens=30, count=4
         )
+
+
+def of_kimi(heads: int, nodes: int, context: int, batch: int = 1) -> TreeMlaCase:
+    [case] = (
+        c
+        for c in CASES
+        if (c.size, c.heads, c.nodes) == ("kimi", heads, nodes)
+        and c.context_len == (context,) * batch
+    )
+    return case
+
+
+# From a table made apart from the code: microseconds, m(emory) or c(ompute).
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        (of_kimi(8, 9, 1_024), "0.3m"),
+        (of_kimi(8, 17, 1_024), "0.4c"),
+        (of_kimi(8, 1, 5_632), "1.5m"),
+        (of_kimi(8, 9, 16_384), "4.4m"),
+        (of_kimi(8, 33, 16_384), "11.9c"),
+        (of_kimi(8, 65, 65_536), "94.0c"),
+        (of_kimi(8, 9, 200_000), "53.6m"),
+        (of_kimi(8, 65, 200_000), "286.6c"),
+        (of_kimi(64, 9, 65_536), "104.0c"),
+        (of_kimi(64, 1, 65_536), "17.6m"),
+        (of_kimi(8, 9, 5_632, batch=32), "49.5m"),
+        (of_kimi(64, 9, 5_632, batch=8), "71.6c"),
+    ],
+    ids=str,
+)
+def test_tree_mla_floors(case, expected):
+    got = tree_mla_cases.floor(case)
+    assert f"{got.us:.1f}{got.bound[0]}" == expected
+
+
+def test_tree_mla_times_every_case_that_has_a_goal():
+    cases = tree_mla_cases.chosen(())
+    got = {
+        (s.heads, len(s.context_len), s.nodes, s.context_len[0]): (case.must, case.aim)
+        for case in cases
+        for s in [case.shape]
+    }
+    assert got == {
+        (8, 1, 9, 1_024): (18, 10),
+        (8, 1, 9, 5_632): (30, 14),
+        (8, 1, 9, 16_384): (40, 20),
+        (8, 1, 9, 65_536): (60, 32),
+        (8, 1, 9, 200_000): (115, 75),
+        (8, 32, 9, 5_632): (110, 65),
+        (64, 1, 9, 65_536): (160, 120),
+        (8, 1, 65, 65_536): (160, 115),
+        (8, 1, 17, 5_632): (None, None),
+        (8, 1, 17, 65_536): (None, None),
+        (8, 1, 33, 5_632): (None, None),
+        (8, 1, 33, 65_536): (None, None),
+        (8, 1, 1, 5_632): (None, None),
+        (8, 1, 1, 65_536): (None, None),
+        (8, 1, 512, 4_096): (None, None),
+    }
+    assert [case.form for case in cases] == ["tree"] * 14 + ["chain"]
+    # The best of the trees, and the best of the chains, at the five contexts.
+    best = [
+        (min(cascade, p.get("SGLang decode", cascade)), min(p["FlashMLA"], p["FA3"]))
+        for p in (case.peers for case in cases[:5])
+        for cascade in [p["cascade"]]
+    ]
+    trees, chains = zip(*best, strict=True)
+    assert [round(us) for us in trees] == [18, 45, 54, 74, 127]
+    assert [round(us) for us in chains] == [14, 20, 25, 48, 102]
+
+
+def test_tree_mla_cases_are_chosen_by_pattern():
+    got = tree_mla_cases.chosen(["*-context1024-*", "*-nodes512-*"])
+    assert [c.shape.nodes for c in got] == [9, 512]
+    with pytest.raises(
+        ConfigError, match=r"--cases '\*9' matches none of kimi-heads8-"
+    ):
+        tree_mla_cases.chosen(["*-nodes512-*", "*9"])
+
+
+def test_tree_mla_refuses_a_cpu(capsys, tmp_path):
+    out = tmp_path / "r.json"
+    assert main(["tree-mla", "--output", str(out)]) == 1
+    assert capsys.readouterr().err == (
+        "error: tree-mla: expected a GPU of compute capability 9.0, found cpu; "
+        "absolute times count only there\n"
+    )
+    assert not out.exists()
+
+
+SMALL = tree_mla_cases.BenchCase(
+    shape=TreeMlaCase(
+        size="ci",
+        heads=2,
+        nodes=9,
+        context_len=(40, 130),
+        latent=32,
+        rope=16,
+        page_size=16,
+    ),
+    form="tree",
+    peers={"cascade": 3.0},
+    must=1e9,
+    aim=1e-9,
+)
+
+
+def small_shared(pages: int = 40) -> tree_mla_inputs.Shared:
+    return tree_mla_inputs.make_shared(SMALL, tree_mla_inputs.make_pool(SMALL, pages))
+
+
+def test_calls_read_every_page_before_one_again():
+    tables = tree_mla_inputs.page_tables(SMALL, pages=40, calls=5)
+    walk = np.concatenate([np.ravel(t) for t in tables])
+    assert tables[0].shape == (2, 9) and len(walk) == 90
+    assert sorted(walk[:40]) == list(range(40)) and (walk[:40] == walk[40:80]).all()
+    assert list(walk[:40]) != list(range(40))
+    shared = small_shared()
+    trains = tree_mla_arms.make_trains(SMALL, shared, calls=2)
+    # 18 pages a call, 36 a train: two trains read all 40.
+    assert [len(group) for _, group in trains] == [2, 2]
+    with pytest.raises(ValueError, match="needs 18 pages; the pool has 17"):
+        tree_mla_inputs.page_tables(SMALL, pages=17, calls=1)
+
+
+def test_timed_trees_are_trees_and_chunks_are_chains():
+    tree = tree_mla_inputs.ancestors(SMALL)
+    assert tree[:, :, 0].all() and not np.triu(tree, 1).any()
+    for request in tree:
+        for node in range(1, 9):
+            # The parent is the last ancestor, and sees all others.
+            parent = np.flatnonzero(request[node])[-2]
+            assert node - parent <= 6
+            assert (request[node, :node] == request[parent, :node]).all()
+    chunk = tree_mla_cases.chosen(["*-nodes512-*"])[0]
+    chain = tree_mla_inputs.ancestors(chunk)
+    assert (chain == np.tril(np.ones((512, 512), bool))).all()
+
+
+def test_a_train_chains_its_calls_and_xla_agrees_with_the_reference():
+    shared = small_shared()
+    assert np.isnan(shared.tail_latent[:, 9:]).all()
+    [arguments, *_] = tree_mla_arms.make_trains(SMALL, shared, calls=2)
+    truth = tree_mla_arms.exact_call(*arguments)
+    for name in ("xla bfloat16", "reference"):
+        attention = tree_mla_arms.IMPLEMENTATIONS[name]
+        train = tree_mla_arms.lower_train(attention, arguments).compile()
+        result = train(*arguments)
+        error, lse_error = tree_mla.check(result, tuple(map(np.asarray, truth)))
+        assert 1e-4 < error < 4e-3 and lse_error < 1e-4
+        first, last, lse = result
+        second = (shared._replace(q_latent=first), arguments[1][1:])
+        output, sums = tree_mla_arms.exact_call(*second)
+        tree_mla.check((last, last, [lse[1]]), (np.asarray(output), np.asarray(sums)))
+
+
+def test_wrong_results_are_no_times():
+    truth = np.ones((2, 3), np.float32), np.zeros(2, np.float32)
+    good = (jnp.ones((2, 3)), jnp.ones((2, 3)), [jnp.zeros(2)])
+    assert tree_mla.check(good, truth) == (0, 0)
+    for bad in (
+        (good[0] * 1.02, *good[1:]),
+        (*good[:2], [jnp.full(2, 0.02)]),
+    ):
+        with pytest.raises(ValueError, match=r"by 0\.02.*; expected less than 0\.01"):
+            tree_mla.check(bad, truth)
+    for bad in (
+        (good[0], good[1] * jnp.inf, good[2]),
+        (*good[:2], [*good[2], jnp.full(2, jnp.nan)]),
+    ):
+        with pytest.raises(ValueError, match="a result is not finite"):
+            tree_mla.check(bad, truth)
+
+
+def test_fixed_costs_of_a_train_are_not_in_its_time(monkeypatch):
+    # Launching takes 1 ms a train, waiting 9 s and 4 ms for each of them.
+    clock, launched = [0.0], [0]
+    monkeypatch.setattr(device_time.time, "perf_counter", lambda: clock[0])
+
+    def run(argument):
+        clock[0] += 1e-3
+        launched[0] += 1
+        return argument
+
+    def wait(result):
+        clock[0] += 9 + 4e-3 * launched[0]
+        launched[0] = 0
+
+    monkeypatch.setattr(device_time.jax, "block_until_ready", wait)
+    got = device_time.time_trains(run, [(1,), (2,)], calls=10)
+    assert got.device == pytest.approx((500, 500, 500))
+    assert got.host_us == pytest.approx(100)
+
+
+def test_kernels_are_summed_a_call():
+    run = [("a_mosaic_gpu_kernel", 0.002), ("b", 0.010), ("a_mosaic_gpu_kernel", 0.004)]
+    slow = [(name, 9 * ms) for name, ms in run]
+    got = device_time.by_kernel([run, slow, run], calls=2)
+    assert got == pytest.approx({"a": 3, "b": 5})
+
+
+def test_tree_mla_rows_and_their_table():
+    timing_ = device_time.DeviceTiming(timing.Timing(20.0, 19.0, 120.0), 19.0)
+    row = tree_mla.row_of(SMALL, "pallas", timing_, calls=96)
+    assert row["case"] == {
+        "name": "ci-heads2-batch2-nodes9-context130-page16",
+        "heads": 2,
+        "batch": 2,
+        "nodes": 9,
+        "context": 130,
+        "form": "tree",
+        "implementation": "pallas",
+    }
+    assert (row["us"], row["p10"], row["p90"]) == (20, 19, 120)
+    assert row["must_us"] == 1e9 and row["peers_us"] == {"cascade": 3}
+    assert tree_mla.progress(row).endswith("LAUNCH NOT HIDDEN")
+    assert not tree_mla.progress({**row, "host_us": 17}).endswith("HIDDEN")
+    row |= {"kernels_us": {"a": 12.0, "b": 3.04}, "floor_us": 2.0, "x_floor": 10.0}
+    other = tree_mla.row_of(SMALL, "xla bfloat16", timing_, calls=4)
+    assert "peers_us" not in other
+    *_, line = tree_mla_table.table({"rows": [row, other]}).splitlines()
+    assert line == (
+        "| 2 | 2 | 9 | 130 | 20.0 | 19.0–120 | 15.0 | 20.0 | – | 2.0 | 10.0 "
+        "| – | – | 3.0 | – | 1e+09 | 1e-09, missed |"
+    )
+
+
+def test_one_case_that_fails_or_comes_late_does_not_stop_the_others(capsys):
+    wrong = []
+    pool = tree_mla_inputs.make_pool(SMALL, 40)
+    arms = tree_mla_arms.compile_arms(
+        [SMALL], pool, "reference", wrong, tree_mla_arms.Deadline.after(-1)
+    )
+    assert arms == {}
+    assert wrong == [f"{SMALL.name} reference: TimeoutError: out of time"]
+    with tree_mla_arms.noted(wrong, SMALL, "pallas"):
+        raise ValueError("two\nlines")
+    assert wrong[1] == f"{SMALL.name} pallas: ValueError: two lines"
+    assert wrong[1] in capsys.readouterr().out

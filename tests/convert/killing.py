@@ -21,6 +21,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -69,6 +70,7 @@ class Steps:
 
     def __init__(self, at: int | None, act=None):
         self.count = 0
+        self.lock = threading.RLock()
         self.at, self.act = at, act
         self.lengths: dict[int, int] = {}
         self.entries: dict[int, set[str]] = {}
@@ -77,14 +79,16 @@ class Steps:
 
     def _counted(self, name, call):
         def counted(*arguments, **keywords):
-            if self.count == self.at:
-                self.act(self)
-                os.kill(os.getpid(), signal.SIGKILL)
-            self.count += 1
-            result = call(*arguments, **keywords)
-            if name == "fsync":
-                self._synced(arguments[0])
-            return result
+            # One at a time, so that what is noted here is what happened.
+            with self.lock:
+                if self.count == self.at:
+                    self.act(self)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                self.count += 1
+                result = call(*arguments, **keywords)
+                if name == "fsync":
+                    self._synced(arguments[0])
+                return result
 
         return counted
 
@@ -110,14 +114,19 @@ class PowerLoss:
         for parent, directories, files in os.walk(self.root):
             known = steps.entries.get(os.stat(parent).st_ino, set())
             for name in {*directories, *files} - known - {".lock"}:
-                path = os.path.join(parent, name)
-                os.system(f"rm -rf '{path}'")
+                os.system(f"rm -rf '{os.path.join(parent, name)}'")
             directories[:] = [name for name in directories if name in known]
-            for name in set(files) & known:
-                path = os.path.join(parent, name)
-                length = steps.lengths.get(os.stat(path).st_ino, 0)
-                if os.stat(path).st_size > length:
-                    os.truncate(path, length)
+            for name in set(files) & known - {".journal"}:
+                self._cut(steps, os.path.join(parent, name))
+        # Last, since other threads are writing to it.
+        if (self.root / ".journal").exists():
+            self._cut(steps, self.root / ".journal")
+
+    def _cut(self, steps: Steps, path) -> None:
+        state = os.stat(path)
+        length = steps.lengths.get(state.st_ino, 0)
+        if state.st_size > length:
+            os.truncate(path, length)
 
 
 def count_steps(source: Path, out: Path) -> int:

@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
 from ddtree_jax.pallas.tree_mla import pack_bits
 from ddtree_jax.pallas.tree_mla.cases import TreeMlaCase
@@ -30,7 +31,7 @@ def make(
     case: TreeMlaCase,
     rng: np.random.Generator,
     tree_list: list[trees.Tree] | None = None,
-    dtype=np.float32,
+    dtype: npt.DTypeLike = np.float32,
     tail_rows: int | None = None,
 ) -> tuple[Arrays, list[trees.Tree]]:
     """Returns the poisoned arrays of a case by name, and its trees.

@@ -5,9 +5,10 @@ of `wgmma`, and query rows are its N. So 8 rows cost what 8 rows need, where row
 as the 64-row operand would be padded: 72 rows (8 heads, 9 nodes) fill 56 % of two
 such tiles.
 
-Three warpgroups work on a tile of 64 keys in turn, and on different tiles at once:
+Four warpgroups work on a tile of 64 keys in turn, and on different tiles at once:
 
-    score   loads tiles into a ring of slots, S = K Qᵀ, masks, P = 2^(S - m)
+    load    fills a ring of slots
+    score   S = K Qᵀ, masks, P = 2^(S - m)
     weigh   two of them, each half of the latent columns: O += Vᵀ P
 
 K and V are the same bytes: a slot holds 64 keys × 128 latent columns, and is freed
@@ -38,13 +39,13 @@ from ddtree_jax.pallas.tree_mla.block import (
     buffers,
     work,
 )
+from ddtree_jax.pallas.tree_mla.load import Loader
 from ddtree_jax.pallas.tree_mla.score import score
 from ddtree_jax.pallas.tree_mla.weigh import HALF, weigh
 from ddtree_jax.pallas.warpgroup import overlap_launches
 
-# Registers of a thread. All three warpgroups start with 168; what one gives up,
-# another can take.
-_SCORE_REGISTERS, _WEIGH_REGISTERS = 152, 176
+# Registers of a thread. All warpgroups start with 128; what one gives up, others take.
+_SCORE_REGISTERS, _WEIGH_REGISTERS, _LOAD_REGISTERS = 136, 176, 24
 
 
 def attend(
@@ -81,13 +82,18 @@ def attend(
 
         @pl.when(warpgroup == 0)
         def _():
-            plgpu.set_max_registers(_SCORE_REGISTERS, action="decrease")
+            plgpu.set_max_registers(_SCORE_REGISTERS, action="increase")
             score(problem, w, inputs, s, b, peaks, totals)
 
-        @pl.when(warpgroup > 0)
+        @pl.when((warpgroup == 1) | (warpgroup == 2))
         def _():
             plgpu.set_max_registers(_WEIGH_REGISTERS, action="increase")
             weigh(problem, w, s, b, warpgroup - 1, partial)
+
+        @pl.when(warpgroup == 3)
+        def _():
+            plgpu.set_max_registers(_LOAD_REGISTERS, action="decrease")
+            Loader(problem, w, inputs, s, b).run()
 
     kernel = plgpu.kernel(
         body,
@@ -99,7 +105,7 @@ def attend(
         scratch_types=[*buffers(problem), *barriers(problem)],
         grid=(config.splits, config.row_blocks, batch),
         grid_names=("split", "row_block", "request"),
-        num_threads=3,
+        num_threads=4,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,

@@ -89,6 +89,7 @@ class Buffers(NamedTuple):
     Attributes:
       ring: Latents of the tiles in work, in slots.
       probabilities: P of one tile, rows × keys.
+      peaks: Reference logit of each row, as exponents of 2.
       growth: By what `weigh` scales its sums, for the tiles of even and odd number.
       grew: Whether it has to.
       words: Ancestor bits of the rows, for both halves of a tail tile.
@@ -100,6 +101,7 @@ class Buffers(NamedTuple):
     ring: Any
     rope: Any
     probabilities: Any
+    peaks: Any
     growth: Any
     grew: Any
     words: Any
@@ -116,6 +118,7 @@ class Barriers(NamedTuple):
     slot_full: Any
     slot_free: Any
     rope_full: Any
+    rope_free: Any
     probabilities_full: Any
     probabilities_free: Any
 
@@ -133,6 +136,7 @@ def buffers(problem: Problem) -> Buffers:
         ring=swizzled(slots, TILE, SLOT_COLUMNS),
         rope=swizzled(TILE, problem.rope),
         probabilities=swizzled(rows, TILE),
+        peaks=plgpu.SMEM((1, rows), jnp.float32),
         growth=plgpu.SMEM((2, rows), jnp.float32),
         grew=plgpu.SMEM((2,), jnp.int32),
         words=plgpu.SMEM((2, rows), jnp.int32),
@@ -148,6 +152,7 @@ def barriers(problem: Problem) -> Barriers:
         slot_full=plgpu.Barrier(num_arrivals=pieces, num_barriers=slots),
         slot_free=plgpu.Barrier(num_arrivals=2, num_barriers=slots),
         rope_full=plgpu.Barrier(num_arrivals=pieces),
+        rope_free=plgpu.Barrier(),
         probabilities_full=plgpu.Barrier(),
         probabilities_free=plgpu.Barrier(num_arrivals=2),
     )

@@ -1,6 +1,6 @@
 """Owns when tiles are loaded, and from where."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax import lax
 from jax import numpy as jnp
@@ -15,7 +15,6 @@ from ddtree_jax.pallas.tree_mla.block import (
     Problem,
     Work,
     slot_columns,
-    slot_of,
 )
 from ddtree_jax.pallas.tree_mla.config import TILE
 from ddtree_jax.pallas.warpgroup import hidden_zero
@@ -24,17 +23,29 @@ type Pages = tuple[Array, ...]
 
 
 class Loader(NamedTuple):
-    """Fills the ring: chunk k of the block's work goes to slot k mod slots.
-
-    At the start all slots are filled. From then on tile i - 1, once weighed, makes
-    room for as many chunks, of tiles i and i + 1.
-    """
+    """Fills the ring: chunk k of the block's work goes to slot k mod slots."""
 
     problem: Problem
     w: Work
     g: Inputs
     s: Buffers
     b: Barriers
+
+    def run(self) -> None:
+        """Issues all loads of the block, each as soon as there is room for it."""
+
+        @pl.when(self.w.tiles > 0)
+        def _():
+            self._queries()
+
+        def tile(i, pages):
+            # Read now, so that it is there when the next tile needs it.
+            following = self.pages(self.w.first + i + 1)
+            self._tile(i, pages)
+            return following
+
+        lax.fori_loop(0, self.w.tiles, tile, self.pages(self.w.first))
+        self._drain()
 
     def pages(self, tile: Array) -> Pages:
         """Returns the page ids of a tile; of pages not in use, those of page 0.
@@ -51,9 +62,8 @@ class Loader(NamedTuple):
 
         return tuple(map(page, range(pieces)))
 
-    def start(self, here: Pages, following: Pages) -> None:
-        """Issues the loads of the queries and of all slots."""
-        rows, chunks = self.problem.config.rows, self.problem.chunks
+    def _queries(self) -> None:
+        rows = self.problem.config.rows
         block = pl.ds(pl.multiple_of(self.w.row_block * rows, 8), rows)
         for source, target in (
             (self.g.q_latent, self.s.q_latent),
@@ -62,50 +72,42 @@ class Loader(NamedTuple):
             plgpu.copy_gmem_to_smem(
                 source.at[self.w.request, block], target, self.b.queries
             )
-        self._run(0, chunks, here)
-        self._rope(jnp.int32(0), here)
-        ahead = jnp.minimum(self.problem.config.slots, self.w.tiles * chunks)
-        self._run(chunks, ahead, following)
 
-    def refill(self, i: Array, here: Pages, following: Pages) -> None:
-        """Issues the loads that take the place of tile i - 1, as it is weighed."""
-        chunks, slots = self.problem.chunks, self.problem.config.slots
-        last = self.w.tiles * chunks
+    def _tile(self, i: Array, pages: Pages) -> None:
+        chunks, slots = self.problem.chunks, jnp.int32(self.problem.config.slots)
 
         def chunk(c, _):
-            k = (i - 1) * chunks + slots + c
-            plgpu.barrier_wait(self.b.slot_free.at[lax.rem(k, jnp.int32(slots))])
-            ours = k < (i + 1) * chunks
-            pages = tuple(
-                jnp.where(ours, a, b) for a, b in zip(here, following, strict=True)
-            )
+            k = i * chunks + c
 
-            @pl.when(k < last)
+            @pl.when(k >= slots)
             def _():
-                self._latents(k, pages)
+                plgpu.barrier_wait(self.b.slot_free.at[lax.rem(k, slots)])
+
+            self._latents(k, pages)
 
         lax.fori_loop(0, chunks + hidden_zero(self.w.context_len + i), chunk, None)
 
-    def next_rope(self, i: Array, following: Pages) -> None:
-        """Issues the load of the next tile's rotary keys; those of tile i are read."""
-
-        @pl.when(i + 1 < self.w.tiles)
+        @pl.when(i > 0)
         def _():
-            self._rope(i + 1, following)
+            plgpu.barrier_wait(self.b.rope_free)
 
-    def finish(self) -> None:
-        """Waits until the last tile is weighed."""
-        for chunk in range(self.problem.chunks):
-            slot = slot_of(self.problem, self.w.tiles - 1, chunk)
-            plgpu.barrier_wait(self.b.slot_free.at[slot])
+        self._rope(i, pages)
 
-    def _run(self, begin: int, end: Any, pages: Pages) -> None:
-        """Issues the loads of chunks `begin` … `end` - 1, all of one tile."""
+    def _drain(self) -> None:
+        """Waits until all that was loaded has been read."""
+        slots, last = (
+            jnp.int32(self.problem.config.slots),
+            self.w.tiles * self.problem.chunks,
+        )
 
         def chunk(k, _):
-            self._latents(k, pages)
+            plgpu.barrier_wait(self.b.slot_free.at[lax.rem(k, slots)])
 
-        lax.fori_loop(begin, end, chunk, None)
+        lax.fori_loop(jnp.maximum(last - slots, 0), last, chunk, None)
+
+        @pl.when(self.w.tiles > 0)
+        def _():
+            plgpu.barrier_wait(self.b.rope_free)
 
     def _latents(self, k: Array, pages: Pages) -> None:
         tile, chunk = (f(k, jnp.int32(self.problem.chunks)) for f in (lax.div, lax.rem))
