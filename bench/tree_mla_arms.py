@@ -156,7 +156,7 @@ def lower_train(attention: Callable, arguments: tuple) -> jax.stages.Lowered:
     def train(shared: Shared, tables):
         queries, outputs, lse = shared.q_latent, [], []
         for table in tables:
-            queries, sums = call(shared.q_latent, shared, table)
+            queries, sums = call(queries, shared, table)
             outputs.append(queries)
             lse.append(sums)
         return outputs[0], outputs[-1], lse

@@ -33,8 +33,8 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 LAYERS, PAGES, TABLE = 61, 2_000, 1_200
 LATENT, ROPE = 512, 64
-# Three warpgroups share a multiprocessor's 65,536 registers.
-MAX_REGISTERS = 65_536 // (3 * 128) // 8 * 8
+# What three warpgroups can have of a multiprocessor's 65,536; more get fewer each.
+MAX_REGISTERS = 168
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,6 +51,11 @@ class Bucket:
             f"heads{self.heads}-nodes{self.nodes}-page{self.page_size}"
             f"-batch{self.batch}"
         )
+
+    @property
+    def rows(self) -> int:
+        """Of one request."""
+        return self.heads * self.nodes
 
     def shapes(self, tail_rows: int | None = None) -> list[tuple]:
         """Returns the arguments of `attend`: all layers' pages in one array."""
@@ -76,12 +81,12 @@ ALL = [
     Bucket(heads=heads, nodes=nodes, page_size=page_size, batch=batch)
     for (heads, nodes), page_size, batch in itertools.product(SHAPES, (64, 16), (1, 32))
 ]
-# Every shape, and the extremes of them with the other page size and batch.
+# Every shape, and some of them with the other page size and batch.
 QUICK = [
     bucket
     for bucket in ALL
     if (bucket.page_size, bucket.batch) == (64, 1)
-    or ((bucket.page_size, bucket.batch) == (16, 32) and bucket.nodes in (1, 9, 128))
+    or ((bucket.page_size, bucket.batch) == (16, 32) and bucket.nodes in (9, 128))
 ]
 BUCKETS = [
     pytest.param(b, id=str(b), marks=[] if b in QUICK else pytest.mark.slow)
@@ -113,8 +118,15 @@ def compiled_for_h200(bucket: Bucket):
     return compile_for("h200", function, *bucket.shapes())
 
 
-# Bytes of a thread's registers that `attend` may store to memory, and why it does.
-SPILLS: dict[tuple[int, int, int], tuple[int, str]] = {}
+# Bytes of a thread's registers that `attend` may store to memory, by the rows of a
+# block and the page size, and why it does. Else 0.
+SPILLS = {
+    # `score` holds 64 × 72 logits in 128 threads. It stores 28 registers and more
+    # where context becomes tail, once a block, and a few in each tile.
+    (72, 64): 344,
+    # With the ids of four pages for each of the tiles that are being loaded.
+    (72, 16): 388,
+}
 
 
 @pytest.mark.parametrize("bucket", BUCKETS)
@@ -122,10 +134,9 @@ def test_kernels_keep_within_an_h200(bucket):
     kernels = compiled_for_h200(bucket).kernels
     assert set(kernels) == {"tree_mla_attend", "tree_mla_combine"}
     for name, kernel in kernels.items():
-        assert 0 < kernel.registers <= MAX_REGISTERS == 168, name
+        assert 0 < kernel.registers <= MAX_REGISTERS, name
         assert 0 < kernel.shared_memory <= 232_448, name
-    key = bucket.heads, bucket.nodes, bucket.page_size
-    allowed, _ = SPILLS.get(key, (0, ""))
+    allowed = SPILLS.get((min(bucket.rows, 72), bucket.page_size), 0)
     assert kernels["tree_mla_attend"].spill_stores <= allowed
     assert kernels["tree_mla_combine"].spill_stores == 0
     assert kernels["tree_mla_combine"].spill_loads == 0
@@ -152,7 +163,7 @@ def test_call_is_two_kernels_and_copies_no_cache(bucket):
     rest = [line for line in others if table not in line]
     assert all("/slice" in line for line in rest), rest
     # Rows that do not fill the last block are cut off the output and its lse.
-    even = bucket.heads * bucket.nodes % 72 == 0 or bucket.heads * bucket.nodes < 72
+    even = bucket.rows % 72 == 0 or bucket.rows < 72
     assert len(rest) <= (0 if even else 2), rest
     cache = LAYERS * PAGES * bucket.page_size * ROPE
     for code, line in Program(hlo).instructions():
@@ -168,14 +179,14 @@ def largest_result(line: str) -> int:
 
 
 def test_tail_of_a_tile_is_not_padded():
-    bucket = Bucket(heads=8, nodes=9)
-    assert "pad(" not in compiled_for_h200(bucket).hlo
+    bucket = Bucket(heads=8, nodes=1)
+    whole = compiled_for_h200(bucket).hlo
+    assert " pad(" not in whole
+    # One that is no whole tile is: this is what a pad would look like.
     function = functools.partial(attend, implementation="pallas")
-    padded = compile_for("h200", function, *bucket.shapes(tail_rows=9))
-    assert len(launches(padded.hlo)) == 2 + len(
-        launches(compiled_for_h200(bucket).hlo)
-    )
-    assert padded.hlo.count(" pad(") == 2
+    padded = compile_for("h200", function, *bucket.shapes(tail_rows=63)).hlo
+    assert padded.count(" pad(") == 2
+    assert len(launches(padded)) == len(launches(whole)) + 2
 
 
 SMALL = TreeMlaConfig(rows=8, row_blocks=1, splits=4, slots=4, combine_warpgroups=1)
@@ -219,8 +230,6 @@ def locked(name: str) -> dict[str, str]:
 
 def test_tools_are_those_of_the_lock_and_of_a_gpu():
     lock = locked("lock-aot.txt")
-    installed = {
-        d.name: d.version for d in metadata.distributions(path=[str(TOOLS)])
-    }
+    installed = {d.name: d.version for d in metadata.distributions(path=[str(TOOLS)])}
     assert installed == lock
     assert lock.items() <= locked("lock-cuda13.txt").items()

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from ddtree_jax.pallas import tree_mla
+from ddtree_jax.pallas.select import Implementation
 from ddtree_jax.pallas.tree_mla import pack_bits, tree_mla_attention, unpack_bits
 from ddtree_jax.pallas.tree_mla.cases import CASES, TreeMlaCase
 from tests.support import trees
@@ -21,12 +23,14 @@ CI_CASES = [case for case in CASES if case.size == "ci"]
 SCALE = 0.3
 
 
-@partial(jax.jit, static_argnames="implementation")
-def attend(arrays: dict, implementation="auto"):
+def call(arrays: dict, implementation: Implementation = "auto"):
     positional, keywords = split_arguments(arrays)
     return tree_mla_attention(
         *positional, **keywords, softmax_scale=SCALE, implementation=implementation
     )
+
+
+attend = jax.jit(call, static_argnames="implementation")
 
 
 def check(arrays, tree_list, requests=None):
@@ -163,10 +167,14 @@ KERNEL_CASE = TreeMlaCase(
 )
 
 
-def test_auto_is_the_reference_on_a_cpu():
-    """Also of what the kernel takes, and where the process has a GPU beside it."""
+@pytest.mark.parametrize("beside_a_gpu", [False, True])
+def test_auto_is_the_reference_on_a_cpu(beside_a_gpu, monkeypatch):
+    """Also of what the kernel takes, and where the process has a GPU as well."""
+    monkeypatch.setattr(tree_mla, "_on_hopper", lambda: beside_a_gpu)
     arrays, _ = make(KERNEL_CASE, np.random.default_rng(9), dtype=ml_dtypes.bfloat16)
-    for auto, named in zip(attend(arrays), attend(arrays, "reference"), strict=True):
+    # A new function, which nothing was compiled for.
+    run = jax.jit(partial(call))
+    for auto, named in zip(run(arrays), attend(arrays, "reference"), strict=True):
         assert_bit_equal(auto, named)
 
 

@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import jax
-from jax._src.lib import mosaic_gpu_dialect
 from jax.experimental import topologies
 from jax.experimental.mosaic.gpu.core import artificial_shared_memory_limit
 from jaxlib.mlir import ir
+from jaxlib.mosaic.python import mosaic_gpu as mosaic_gpu_dialect
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ROOT / ".venv-aot"
@@ -96,13 +96,13 @@ def compile_for(target: str, function: Callable, *shapes: tuple) -> Compiled:
         )
         for name, report in reports.items()
     }
-    return Compiled(kernels=kernels, hlo=compiled.as_text())
+    return Compiled(kernels=kernels, hlo=compiled.as_text() or "")
 
 
 def shared_memory_limit(target: str) -> int:
     """Returns how many bytes a block of this target may have."""
-    found = re.search(r"shared_memory_per_block_optin: (\d+)", _text(target))
-    return int(found[1])
+    [limit] = re.findall(r"shared_memory_per_block_optin: (\d+)", _text(target))
+    return int(limit)
 
 
 def _text(target: str) -> str:
@@ -224,10 +224,11 @@ def _shared_memory(lowered) -> dict[str, int]:
 
 
 def _operations(operation, name: str) -> Iterator:
-    """Yields the operations of this name inside another, at any depth."""
+    """Yields the operations of this name inside another, but none inside those."""
     for region in operation.regions:
         for block in region.blocks:
             for inner in block.operations:
                 if inner.operation.name == name:
                     yield inner.operation
-                yield from _operations(inner, name)
+                else:
+                    yield from _operations(inner, name)

@@ -1,0 +1,235 @@
+"""What the GPU kernels cost, by compiling them for GPUs that are not there."""
+
+import dataclasses
+import functools
+import itertools
+import math
+import os
+import re
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from ddtree_jax.pallas import tree_mla_attention
+from ddtree_jax.pallas.tree_mla.config import TreeMlaConfig
+from ddtree_jax.pallas.tree_mla.kernel import tree_mla_attention_pallas
+from tests.support.aot import TOOLS, CompileError, compile_for, shared_memory_limit
+from tests.support.hlo import Program, opcode
+
+pytestmark = [
+    pytest.mark.skipif(
+        sys.platform != "linux",
+        reason="the compilers exist for Linux only; continuous integration runs it",
+    ),
+    pytest.mark.skipif(
+        os.environ["JAX_PLATFORMS"] != "cpu",
+        reason="compiles without a GPU; scripts/test without JAX_PLATFORMS runs it",
+    ),
+]
+
+ROOT = Path(__file__).parents[2]
+LAYERS, PAGES, TABLE = 61, 2_000, 1_200
+LATENT, ROPE = 512, 64
+# What three warpgroups can have of a multiprocessor's 65,536; more get fewer each.
+MAX_REGISTERS = 168
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """Static sizes of one call."""
+
+    heads: int
+    nodes: int
+    page_size: int = 64
+    batch: int = 1
+
+    def __str__(self):
+        return (
+            f"heads{self.heads}-nodes{self.nodes}-page{self.page_size}"
+            f"-batch{self.batch}"
+        )
+
+    @property
+    def rows(self) -> int:
+        """Of one request."""
+        return self.heads * self.nodes
+
+    def shapes(self, tail_rows: int | None = None) -> list[tuple]:
+        """Returns the arguments of `attend`: all layers' pages in one array."""
+        b, n, h, s = self.batch, self.nodes, self.heads, self.page_size
+        tail = tail_rows or -(-n // 64) * 64
+        bf16, i32 = jnp.bfloat16, jnp.int32
+        return [
+            ((b, n, h, LATENT), bf16),
+            ((b, n, h, ROPE), bf16),
+            ((LAYERS, PAGES, s, LATENT), bf16),
+            ((LAYERS, PAGES, s, ROPE), bf16),
+            ((b, TABLE), i32),
+            ((b,), i32),
+            ((), i32),
+            ((b, tail, LATENT), bf16),
+            ((b, tail, ROPE), bf16),
+            ((b, n, -(-n // 32)), jnp.uint32),
+        ]
+
+
+SHAPES = [*((8, n) for n in (1, 9, 17, 33, 65, 128)), (64, 9)]
+ALL = [
+    Bucket(heads=heads, nodes=nodes, page_size=page_size, batch=batch)
+    for (heads, nodes), page_size, batch in itertools.product(SHAPES, (64, 16), (1, 32))
+]
+# Every shape, and some of them with the other page size and batch.
+QUICK = [
+    bucket
+    for bucket in ALL
+    if (bucket.page_size, bucket.batch) == (64, 1)
+    or ((bucket.page_size, bucket.batch) == (16, 32) and bucket.nodes in (9, 128))
+]
+BUCKETS = [
+    pytest.param(b, id=str(b), marks=[] if b in QUICK else pytest.mark.slow)
+    for b in ALL
+]
+
+
+def attend(*arrays, call=tree_mla_attention, **options):
+    """Attends as the model does, to one layer's part of all layers' pages."""
+    q_latent, q_rope, latent, rope, table, length, layer, *tails = arrays
+    return call(
+        q_latent,
+        q_rope,
+        latent.reshape(-1, *latent.shape[2:]),
+        rope.reshape(-1, *rope.shape[2:]),
+        table,
+        length,
+        tail_latent=tails[0],
+        tail_rope=tails[1],
+        ancestor_bits=tails[2],
+        softmax_scale=0.07,
+        **options,
+    )
+
+
+@functools.cache
+def compiled_for_h200(bucket: Bucket):
+    function = functools.partial(attend, implementation="pallas")
+    return compile_for("h200", function, *bucket.shapes())
+
+
+# Bytes of a thread's registers that `attend` may store to memory, by the rows of a
+# block and the page size, and why it does. Else 0.
+SPILLS = {
+    # `score` holds 64 × 72 logits in 128 threads. It stores 28 registers and more
+    # where context becomes tail, once a block, and a few in each tile.
+    (72, 64): 344,
+    # With the ids of four pages for each of the tiles that are being loaded.
+    (72, 16): 388,
+}
+
+
+@pytest.mark.parametrize("bucket", BUCKETS)
+def test_kernels_keep_within_an_h200(bucket):
+    kernels = compiled_for_h200(bucket).kernels
+    assert set(kernels) == {"tree_mla_attend", "tree_mla_combine"}
+    for name, kernel in kernels.items():
+        assert 0 < kernel.registers <= MAX_REGISTERS, name
+        assert 0 < kernel.shared_memory <= 232_448, name
+    allowed = SPILLS.get((min(bucket.rows, 72), bucket.page_size), 0)
+    assert kernels["tree_mla_attend"].spill_stores <= allowed
+    assert kernels["tree_mla_combine"].spill_stores == 0
+    assert kernels["tree_mla_combine"].spill_loads == 0
+
+
+def launches(hlo: str) -> list[str]:
+    """Returns the instructions of the entry that run something on the GPU."""
+    program = Program(hlo)
+    free = {"parameter", "constant", "bitcast", "get-tuple-element", "tuple"}
+    lines = program.computations[program.entry]
+    return [line for line in lines if opcode(line) not in free]
+
+
+@pytest.mark.parametrize("bucket", BUCKETS)
+def test_call_is_two_kernels_and_copies_no_cache(bucket):
+    hlo = compiled_for_h200(bucket).hlo
+    found = launches(hlo)
+    calls = [line for line in found if 'custom_call_target="mosaic_gpu_v2"' in line]
+    assert len(calls) == 2
+    others = [line for line in found if line not in calls]
+    # The layer's page ids.
+    table = f"s32[{bucket.batch},{TABLE}]"
+    assert [table in line.split(" fusion(")[0] for line in others].count(True) == 1
+    rest = [line for line in others if table not in line]
+    assert all("/slice" in line for line in rest), rest
+    # Rows that do not fill the last block are cut off the output and its lse.
+    even = bucket.rows % 72 == 0 or bucket.rows < 72
+    assert len(rest) <= (0 if even else 2), rest
+    cache = LAYERS * PAGES * bucket.page_size * ROPE
+    for code, line in Program(hlo).instructions():
+        if code not in ("parameter", "bitcast"):
+            assert largest_result(line) < cache, line
+
+
+def largest_result(line: str) -> int:
+    """Returns how many elements the largest array has that an instruction makes."""
+    kind = line.split(" = ", 1)[1].split(f" {opcode(line)}(", 1)[0]
+    shapes = re.findall(r"\w+\[([\d,]*)\]", kind)
+    return max(math.prod(map(int, filter(None, s.split(",")))) for s in shapes)
+
+
+def test_tail_of_a_tile_is_not_padded():
+    bucket = Bucket(heads=8, nodes=1)
+    whole = compiled_for_h200(bucket).hlo
+    assert " pad(" not in whole
+    # One that is no whole tile is: this is what a pad would look like.
+    function = functools.partial(attend, implementation="pallas")
+    padded = compile_for("h200", function, *bucket.shapes(tail_rows=63)).hlo
+    assert padded.count(" pad(") == 2
+    assert len(launches(padded)) == len(launches(whole)) + 2
+
+
+SMALL = TreeMlaConfig(rows=8, row_blocks=1, splits=4, slots=4, combine_warpgroups=1)
+
+
+def test_too_many_slots_are_refused():
+    config = dataclasses.replace(SMALL, slots=14)
+    function = functools.partial(attend, call=tree_mla_attention_pallas, config=config)
+    shapes = Bucket(heads=8, nodes=1).shapes()
+    message = r"exceeds available shared memory: smem_bytes=\d+ > max_smem_bytes=232448"
+    with pytest.raises(ValueError, match=message):
+        compile_for("h200", function, *shapes)
+
+
+def test_kernels_of_sm_90_exceed_the_shared_memory_of_sm_120():
+    function = functools.partial(attend, implementation="pallas")
+    message = r"exceeds available shared memory: smem_bytes=\d+ > max_smem_bytes=101376"
+    with pytest.raises(ValueError, match=message):
+        compile_for("rtx_pro_6000", function, *Bucket(heads=8, nodes=9).shapes())
+
+
+def test_kernels_of_sm_90_do_not_exist_on_sm_120():
+    """There is no `wgmma`; a variant with `mma` is to come."""
+    function = functools.partial(attend, call=tree_mla_attention_pallas, config=SMALL)
+    message = r"wgmma[\w.]*' op is not supported on sm_120a"
+    with pytest.raises(CompileError, match=message):
+        compile_for("rtx_pro_6000", function, *Bucket(heads=8, nodes=1).shapes())
+
+
+@pytest.mark.parametrize(
+    ("target", "limit"), [("h200", 232_448), ("rtx_pro_6000", 101_376)]
+)
+def test_target_has_its_shared_memory(target, limit):
+    assert shared_memory_limit(target) == limit
+
+
+def locked(name: str) -> dict[str, str]:
+    text = (ROOT / "requirements" / name).read_text()
+    return dict(re.findall(r"^([\w-]+)==([\w.]+)", text, flags=re.M))
+
+
+def test_tools_are_those_of_the_lock_and_of_a_gpu():
+    lock = locked("lock-aot.txt")
+    installed = {d.name: d.version for d in metadata.distributions(path=[str(TOOLS)])}
+    assert installed == lock
+    assert lock.items() <= locked("lock-cuda13.txt").items()
