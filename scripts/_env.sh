@@ -143,6 +143,34 @@ make_current() {
   unlock
 }
 
+# Makes .venv-aot: compilers for GPUs that are not there, out of the sight of JAX
+# (tests/support/aot.py). They exist for Linux only.
+use_aot() {
+  local name=lock-aot target="$ROOT/.venv-aot"
+  if [[ "$(uname -s)" != Linux ]] || aot_is_current; then
+    return
+  fi
+  lock "$ROOT/.venv.lock" "$VENV_PYTHON"
+  if ! aot_is_current; then
+    say "installing requirements/$name.txt into .venv-aot"
+    rm -rf "$target"
+    "$VENV_PYTHON" -m pip install --disable-pip-version-check --quiet --no-deps \
+      --require-hashes --target "$target" -r "$ROOT/requirements/$name.txt" >&2
+    aot_digest >"$target/installed-$name"
+  fi
+  unlock
+}
+
+aot_is_current() {
+  local mark="$ROOT/.venv-aot/installed-lock-aot"
+  [[ -f "$mark" && "$(cat "$mark")" == "$(aot_digest)" ]]
+}
+
+# The Python counts: a plugin has one extension for each version.
+aot_digest() {
+  digest "$("$VENV_PYTHON" -V)" -- "$ROOT/requirements/lock-aot.txt"
+}
+
 # Prints the sets that a program needs which uses the accelerator, if there is one.
 sets_for_device() {
   echo lock

@@ -76,7 +76,13 @@ def test_cuda_lock_agrees_with_the_base(cuda):
     assert {n: v for n, v in gpu.items() if n in base and base[n] != v} == {}
 
 
-@pytest.mark.parametrize("name", [*LOCKS, "lock.in"])
+def test_compilers_are_those_of_the_gpu_lock():
+    gpu, compilers = read_lock("lock-cuda13.txt"), read_lock("lock-aot.txt")
+    assert {"jax-cuda13-plugin", "nvidia-cuda-nvcc"} <= compilers.keys()
+    assert {n: v for n, v in compilers.items() if gpu.get(n, v) != v} == {}
+
+
+@pytest.mark.parametrize("name", [*LOCKS, "lock.in", "lock-aot.txt", "aot.in"])
 def test_lock_names_no_place(name):
     text = (ROOT / "requirements" / name).read_text()
     assert not re.search(r"://|--(extra-)?index|--find-links|^-", text, flags=re.M)
@@ -134,7 +140,7 @@ def test_contributing_fits_a_screen():
 
 
 # Comes with a package that pins its exact version.
-SHIPPED_BY = {"pydantic_core": "pydantic"}
+SHIPPED_BY = {"pydantic_core": "pydantic", "jaxlib": "jax"}
 
 
 def test_every_package_that_is_imported_is_declared():
