@@ -209,7 +209,7 @@ def _expect(fields: Fields, allowed: Allowed, *, unused: tuple[str, ...]) -> Non
             if not any(same(value, a) for a in allowed[key]):
                 raise _refusal(fields, f"{key} {value!r}", repr(allowed[key][0]))
         elif key not in unused:
-            raise _refusal(fields, f"unknown key {key}", "the format's own keys")
+            raise _refusal(fields, f"unknown key {key!r}", "the format's own keys")
 
 
 def _refusal(fields: Fields, got: str, expected: str) -> UnsupportedFormatError:

@@ -5,15 +5,13 @@ one; there they are run by `JAX_PLATFORMS=cuda scripts/test -m gpu`.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ddtree_jax.pallas.tree_mla import tree_mla_attention
 from ddtree_jax.pallas.tree_mla.cases import CASES, TreeMlaCase
@@ -21,6 +19,7 @@ from ddtree_jax.pallas.tree_mla.config import TreeMlaConfig
 from ddtree_jax.pallas.tree_mla.kernel import tree_mla_attention_pallas
 from tests.support import trees
 from tests.support.compare import assert_bit_equal, assert_close
+from tests.support.interpreter import DETECTING_RACES, no_races
 from tests.support.tree_mla import Arrays, check, make, split_arguments
 
 SCALE = 0.1
@@ -36,14 +35,13 @@ on_every_machine = pytest.mark.parametrize("machine", [INTERPRETER, GPU], indire
 
 
 @pytest.fixture
-def machine(request) -> Iterator[str]:
-    """Where the kernel runs; the interpreter is left without state of this test."""
+def machine(request) -> str:
+    """Where the kernel runs."""
     if request.param == "gpu" and jax.default_backend() != "gpu":
         pytest.skip("needs one Hopper GPU: JAX_PLATFORMS=cuda scripts/test -m gpu")
     if request.param == "interpreter" and jax.default_backend() != "cpu":
         pytest.skip("the interpreter runs on a CPU: scripts/test tests/pallas")
-    yield request.param
-    interpret_pallas_call.reset_gpu_interpret_mode_state()
+    return request.param
 
 
 @functools.partial(jax.jit, static_argnames=("config", "interpret"))
@@ -59,14 +57,11 @@ def _run(arrays: Arrays, config: TreeMlaConfig | None, interpret):
 
 
 def attend(machine: str, arrays: Arrays, config: TreeMlaConfig | None):
-    """Returns output and log-sum-exp, after the interpreter found no race."""
-    interpret = None
-    if machine == "interpreter":
-        interpret = plgpu.InterpretGPUParams(detect_races=True)
-    out, lse = jax.device_get(_run(arrays, config, interpret))
-    if machine == "interpreter":
-        assert not interpret_pallas_call.get_races().races_found
-    return out, lse
+    """Returns output and log-sum-exp; in the interpreter, no kernel may have a race."""
+    if machine == "gpu":
+        return jax.device_get(_run(arrays, config, None))
+    with no_races(kernels=2):
+        return jax.device_get(_run(arrays, config, DETECTING_RACES))
 
 
 class Cut(NamedTuple):
