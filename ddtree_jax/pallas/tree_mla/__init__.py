@@ -141,7 +141,7 @@ def _run(*arrays: Array, implementation: Implementation, softmax_scale: float):
 
         return run
 
-    fits = unsupported(*arrays[:3]) is None and _on_hopper()
+    fits = unsupported(*arrays[:4], *arrays[6:8]) is None and _on_hopper()
     if implementation == "auto" and fits:
         return lax.platform_dependent(
             *arrays,

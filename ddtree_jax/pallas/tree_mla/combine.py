@@ -103,12 +103,8 @@ def _body(
         rows = pl.ds(pl.multiple_of(group * _ROWS, _ROWS), _ROWS)
         x = _load_sums(problem, partial, (*at, column), group)
         peak, weight = vector(peaks.at[(*at, rows)]), vector(totals.at[(*at, rows)])
-        # What a split without tiles left may be anything.
-        return (
-            jnp.where(live, x, 0.0),
-            jnp.where(live, peak, LOWEST),
-            jnp.where(live, weight, 0.0),
-        )
+        # Past the last split in use the first is read again, and weighs nothing.
+        return x, jnp.where(live, peak, LOWEST), jnp.where(live, weight, 0.0)
 
     stride = config.combine_warpgroups
 

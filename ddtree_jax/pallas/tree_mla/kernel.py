@@ -15,10 +15,18 @@ from ddtree_jax.pallas.tree_mla.config import SLOT_COLUMNS, TILE, TreeMlaConfig,
 CORES = 132
 
 
-def unsupported(q_latent: Array, q_rope: Array, latent_cache: Array) -> str | None:
+def unsupported(
+    q_latent: Array,
+    q_rope: Array,
+    latent_cache: Array,
+    rope_cache: Array,
+    tail_latent: Array,
+    tail_rope: Array,
+) -> str | None:
     """Returns why the kernels cannot take these arguments, or None."""
+    arrays = q_latent, q_rope, latent_cache, rope_cache, tail_latent, tail_rope
     latent, rope, page = q_latent.shape[-1], q_rope.shape[-1], latent_cache.shape[1]
-    dtypes = {str(x.dtype) for x in (q_latent, q_rope, latent_cache)}
+    dtypes = {str(x.dtype) for x in arrays}
     if dtypes != {"bfloat16"}:
         return f"dtypes {', '.join(sorted(dtypes))}; expected bfloat16"
     if latent % SLOT_COLUMNS or latent > 512 or rope != 64:
@@ -55,7 +63,10 @@ def tree_mla_attention_pallas(
     Raises:
       ValueError: The kernels do not take these arguments.
     """
-    if reason := unsupported(q_latent, q_rope, latent_cache):
+    reason = unsupported(
+        q_latent, q_rope, latent_cache, rope_cache, tail_latent, tail_rope
+    )
+    if reason:
         raise ValueError(f"tree_mla_attention: implementation 'pallas' got {reason}")
     b, n, h, latent = q_latent.shape
     rows, rope = n * h, q_rope.shape[-1]
