@@ -49,7 +49,7 @@ def write_chunks(
     changed = {array.directory}
     for path, part in _chunks(array, block):
         chunk = memory.array(array.chunk, array.dtype)
-        _copy(chunk, slab[part])
+        chunk[...] = slab[part]
         path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, memory, chunk.nbytes)
         changed.add(path)
@@ -91,15 +91,6 @@ def _chunks(array: StoredArray, block: Block) -> Iterator[tuple[Path, Block]]:
             slice(i * c, (i + 1) * c) for i, c in zip(index, array.chunk, strict=True)
         )
         yield _chunk_path(array, place), part
-
-
-def _copy(out: np.ndarray, part: np.ndarray) -> None:
-    """Copies row by row; by element takes half as long again where rows are short."""
-    if not out.shape:
-        out[...] = part
-        return
-    row = np.dtype((np.void, out.shape[-1] * out.itemsize))
-    np.copyto(out.view(row), part.view(row))
 
 
 def _chunk_path(array: StoredArray, index: tuple[int, ...]) -> Path:

@@ -33,8 +33,8 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 LAYERS, PAGES, TABLE = 61, 2_000, 1_200
 LATENT, ROPE = 512, 64
-# What three warpgroups can have of a multiprocessor's 65,536; more get fewer each.
-MAX_REGISTERS = 168
+# What four warpgroups can have of a multiprocessor's 65,536.
+MAX_REGISTERS = 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
