@@ -48,6 +48,13 @@ def overlap_launches(*, interpret: bool) -> None:
         plgpu.griddepcontrol_launch_dependents()
 
 
+def load_columns(ref: Any, *, interpret: bool) -> Array:
+    """Returns a vector of memory with one element a column of an accumulator."""
+    if interpret:
+        return ref[...]
+    return plgpu.load(ref, layout=COLUMNS, optimized=False)
+
+
 def any_above(x: Array, limit: float, *, interpret: bool) -> Array:
     """Returns whether any element of `x` [64, N] is above `limit`; NaN is not."""
     if interpret:

@@ -17,6 +17,7 @@ from ddtree_jax.pallas.tree_mla.weigh import HALF
 from ddtree_jax.pallas.warpgroup import (
     COLUMNS,
     LAYOUT,
+    load_columns,
     overlap_launches,
     relabel,
 )
@@ -93,9 +94,7 @@ def _body(
     used = lax.div(total + share - 1, share)
 
     def vector(ref):
-        if interpret:
-            return ref[...]
-        return plgpu.load(ref, layout=COLUMNS, optimized=False)
+        return load_columns(ref, interpret=interpret)
 
     def load(split) -> Partial:
         live = split < used

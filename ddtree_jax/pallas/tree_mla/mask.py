@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ddtree_jax.arrays import Array
 from ddtree_jax.pallas.tree_mla.block import Buffers, Inputs, Problem, Work, slot_of
 from ddtree_jax.pallas.tree_mla.config import SLOT_COLUMNS, TILE
-from ddtree_jax.pallas.warpgroup import COLUMNS, LAYOUT, hidden_zero
+from ddtree_jax.pallas.warpgroup import COLUMNS, LAYOUT, hidden_zero, load_columns
 
 # Stands for minus infinity: differences of two of them are 0 and not NaN.
 LOWEST = -1e30
@@ -40,10 +40,7 @@ def mask_tail(problem: Problem, w: Work, s: Buffers, i: Array, x: Array) -> Arra
     valid = problem.nodes - tile * TILE
 
     def words(half):
-        if problem.interpret:
-            vector = s.words[half]
-        else:
-            vector = plgpu.load(s.words.at[half], layout=COLUMNS, optimized=False)
+        vector = load_columns(s.words.at[half], interpret=problem.interpret)
         return lax.broadcast_in_dim(vector, x.shape, [1])
 
     key = _keys(rows)

@@ -31,6 +31,7 @@ from ddtree_jax.pallas.warpgroup import (
     any_above,
     fold_rows,
     hidden_zero,
+    load_columns,
     reduce_folded,
 )
 
@@ -79,7 +80,9 @@ def score(
         plgpu.barrier_wait(b.probabilities_free)
 
     out = w.request, w.row_block, w.split
-    peaks[(*out, slice(None))] = _peaks(problem, s)
+    peaks[(*out, slice(None))] = load_columns(
+        s.peaks.at[0], interpret=problem.interpret
+    )
     totals[(*out, slice(None))] = reduce_folded(
         total, "sum", s.scratch, interpret=problem.interpret
     )
@@ -116,12 +119,6 @@ def _logits(problem: Problem, w: Work, s: Buffers, b: Barriers, i: Array) -> Arr
     return acc * problem.log2_scale
 
 
-def _peaks(problem: Problem, s: Buffers) -> Array:
-    if problem.interpret:
-        return s.peaks[0]
-    return plgpu.load(s.peaks.at[0], layout=COLUMNS, optimized=False)
-
-
 def _probabilities(
     problem: Problem, s: Buffers, b: Barriers, i: Array, x: Array, total: Array
 ) -> Array:
@@ -129,15 +126,18 @@ def _probabilities(
     interpret = problem.interpret
     parity = lax.rem(i, 2)
 
+    def peaks():
+        return load_columns(s.peaks.at[0], interpret=interpret)
+
     def above():
-        return x - lax.broadcast_in_dim(_peaks(problem, s), x.shape, [1])
+        return x - lax.broadcast_in_dim(peaks(), x.shape, [1])
 
     grew = any_above(above(), _GROWTH, interpret=interpret)
 
     def raised():
         folded = fold_rows(x, "max", interpret=interpret)
         highest = reduce_folded(folded, "max", s.scratch, interpret=interpret)
-        old = _peaks(problem, s)
+        old = peaks()
         new = jnp.maximum(old, highest)
         growth = jnp.exp2(old - new)
         s.peaks[0, :] = new

@@ -15,7 +15,7 @@ from ddtree_jax.pallas.tree_mla.block import (
     Work,
     slot_of,
 )
-from ddtree_jax.pallas.warpgroup import COLUMNS, LAYOUT, hidden_zero, relabel
+from ddtree_jax.pallas.warpgroup import LAYOUT, hidden_zero, load_columns, relabel
 
 # Of a warpgroup in a slot.
 HALF = 64
@@ -68,10 +68,7 @@ def _same(*sums: Array) -> tuple[Array, ...]:
 
 
 def _scaled(problem: Problem, s: Buffers, parity: Array, sums) -> tuple[Array, ...]:
-    if problem.interpret:
-        growth = s.growth[parity]
-    else:
-        growth = plgpu.load(s.growth.at[parity], layout=COLUMNS, optimized=False)
+    growth = load_columns(s.growth.at[parity], interpret=problem.interpret)
     return tuple(x * lax.broadcast_in_dim(growth, x.shape, [1]) for x in sums)
 
 
