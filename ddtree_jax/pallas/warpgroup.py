@@ -48,20 +48,32 @@ def overlap_launches(*, interpret: bool) -> None:
         plgpu.griddepcontrol_launch_dependents()
 
 
-def load_columns(ref: Any, *, interpret: bool) -> Array:
+def synchronise_warpgroup() -> None:
+    """Waits for all threads of the warpgroup; what they wrote is visible then."""
+
+    @_inline()
+    def wait(_):
+        mgpu.utils.warpgroup_barrier()
+
+    wait()
+
+
+def load_columns(ref: Any, *, layout: Any = COLUMNS, interpret: bool) -> Array:
     """Returns a vector of memory with one element a column of an accumulator."""
     if interpret:
         return ref[...]
-    return plgpu.load(ref, layout=COLUMNS, optimized=False)
+    return plgpu.load(ref, layout=layout, optimized=False)
 
 
-def any_above(x: Array, limit: float, *, interpret: bool) -> Array:
-    """Returns whether any element of `x` [64, N] is above `limit`; NaN is not."""
+def any_above(
+    x: Array, limit: float, *, layout: Any = LAYOUT, interpret: bool
+) -> Array:
+    """Returns whether any element of `x` is above `limit`; NaN is not."""
     if interpret:
         return jnp.any(x > limit)
 
     @_inline(
-        arg_types=(LAYOUT,),
+        arg_types=(layout,),
         return_type=plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT(())),
     )
     def vote(_, x):

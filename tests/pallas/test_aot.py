@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import pytest
 
 from ddtree_jax.pallas import tree_mla_attention
-from ddtree_jax.pallas.tree_mla.config import TreeMlaConfig
+from ddtree_jax.pallas.tree_mla.config import TreeMlaConfig, choose
 from ddtree_jax.pallas.tree_mla.kernel import tree_mla_attention_pallas
+from ddtree_jax.pallas.tree_mla.mma_config import TreeMlaMmaConfig, choose_mma
 from tests.support.aot import TOOLS, CompileError, compile_for, shared_memory_limit
 from tests.support.hlo import Program, opcode
 
@@ -113,9 +114,9 @@ def attend(*arrays, call=tree_mla_attention, **options):
 
 
 @functools.cache
-def compiled_for_h200(bucket: Bucket):
-    function = functools.partial(attend, implementation="pallas")
-    return compile_for("h200", function, *bucket.shapes())
+def compiled(target: str, bucket: Bucket, implementation: str = "pallas"):
+    function = functools.partial(attend, implementation=implementation)
+    return compile_for(target, function, *bucket.shapes())
 
 
 # Bytes of a thread's registers that `attend` may store to memory, by the rows of a
@@ -131,7 +132,7 @@ SPILLS = {
 
 @pytest.mark.parametrize("bucket", BUCKETS)
 def test_kernels_keep_within_an_h200(bucket):
-    kernels = compiled_for_h200(bucket).kernels
+    kernels = compiled("h200", bucket).kernels
     assert set(kernels) == {"tree_mla_attend", "tree_mla_combine"}
     for name, kernel in kernels.items():
         assert 0 < kernel.registers <= MAX_REGISTERS, name
@@ -142,6 +143,54 @@ def test_kernels_keep_within_an_h200(bucket):
     assert kernels["tree_mla_combine"].spill_loads == 0
 
 
+@pytest.mark.parametrize("bucket", BUCKETS)
+def test_kernels_keep_within_an_rtx_pro_6000(bucket):
+    assert_no_spills(compiled("rtx_pro_6000", bucket).kernels)
+
+
+@pytest.mark.parametrize("nodes", [1, 9])
+def test_the_rtx_pro_6000s_kernels_exist_on_an_h200(nodes):
+    """There the GPU tests run them."""
+    bucket = Bucket(heads=8, nodes=nodes)
+    function = functools.partial(
+        attend, call=tree_mla_attention_pallas, config=chosen(choose_mma, 32, bucket)
+    )
+    kernels = compile_for("h200", function, *bucket.shapes()).kernels
+    assert_no_spills(kernels)
+    # The queries of 16 or 32 rows with a ring of 8 or 6 slots, and the rest.
+    want = {1: 92_328, 9: 95_368}[nodes]
+    assert kernels["tree_mla_attend_mma"].shared_memory == want
+
+
+def assert_no_spills(kernels) -> None:
+    assert set(kernels) == {"tree_mla_attend_mma", "tree_mla_combine"}
+    for name, kernel in kernels.items():
+        assert 0 < kernel.registers <= MAX_REGISTERS, name
+        assert 0 < kernel.shared_memory <= 101_376, name
+        assert (kernel.spill_stores, kernel.spill_loads) == (0, 0), name
+
+
+def chosen(choice, tile: int, bucket: Bucket) -> TreeMlaConfig:
+    """Returns what `choice` makes of a bucket; its tiles have so many keys."""
+    return choice(
+        batch=bucket.batch,
+        rows=bucket.rows,
+        latent=LATENT,
+        rope=ROPE,
+        max_tiles=-(-TABLE * bucket.page_size // tile) - (-bucket.nodes // tile),
+        cores=132,
+    )
+
+
+@pytest.mark.parametrize(
+    ("target", "kernel"),
+    [("h200", "tree_mla_attend"), ("rtx_pro_6000", "tree_mla_attend_mma")],
+)
+def test_auto_is_the_targets_kernel(target, kernel):
+    got = compiled(target, Bucket(heads=8, nodes=1), "auto").kernels
+    assert set(got) == {kernel, "tree_mla_combine"}
+
+
 def launches(hlo: str) -> list[str]:
     """Returns the instructions of the entry that run something on the GPU."""
     program = Program(hlo)
@@ -150,9 +199,10 @@ def launches(hlo: str) -> list[str]:
     return [line for line in lines if opcode(line) not in free]
 
 
+@pytest.mark.parametrize(("target", "block"), [("h200", 72), ("rtx_pro_6000", 32)])
 @pytest.mark.parametrize("bucket", BUCKETS)
-def test_call_is_two_kernels_and_copies_no_cache(bucket):
-    hlo = compiled_for_h200(bucket).hlo
+def test_call_is_two_kernels_and_copies_no_cache(bucket, target, block):
+    hlo = compiled(target, bucket).hlo
     found = launches(hlo)
     calls = [line for line in found if 'custom_call_target="mosaic_gpu_v2"' in line]
     assert len(calls) == 2
@@ -163,7 +213,7 @@ def test_call_is_two_kernels_and_copies_no_cache(bucket):
     rest = [line for line in others if table not in line]
     assert all("/slice" in line for line in rest), rest
     # Rows that do not fill the last block are cut off the output and its lse.
-    even = bucket.rows % 72 == 0 or bucket.rows < 72
+    even = bucket.rows % block == 0 or (target == "h200" and bucket.rows < block)
     assert len(rest) <= (0 if even else 2), rest
     cache = LAYERS * PAGES * bucket.page_size * ROPE
     for code, line in Program(hlo).instructions():
@@ -180,7 +230,7 @@ def largest_result(line: str) -> int:
 
 def test_tail_of_a_tile_is_not_padded():
     bucket = Bucket(heads=8, nodes=1)
-    whole = compiled_for_h200(bucket).hlo
+    whole = compiled("h200", bucket).hlo
     assert " pad(" not in whole
     # One that is no whole tile is: this is what a pad would look like.
     function = functools.partial(attend, implementation="pallas")
@@ -189,6 +239,7 @@ def test_tail_of_a_tile_is_not_padded():
     assert len(launches(padded)) == len(launches(whole)) + 2
 
 
+TOO_MUCH = r"exceeds available shared memory: smem_bytes=\d+ > max_smem_bytes={}"
 SMALL = TreeMlaConfig(rows=8, row_blocks=1, splits=4, slots=4, combine_warpgroups=1)
 
 
@@ -196,24 +247,34 @@ def test_too_many_slots_are_refused():
     config = dataclasses.replace(SMALL, slots=14)
     function = functools.partial(attend, call=tree_mla_attention_pallas, config=config)
     shapes = Bucket(heads=8, nodes=1).shapes()
-    message = r"exceeds available shared memory: smem_bytes=\d+ > max_smem_bytes=232448"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=TOO_MUCH.format(232_448)):
         compile_for("h200", function, *shapes)
 
 
-def test_kernels_of_sm_90_exceed_the_shared_memory_of_sm_120():
-    function = functools.partial(attend, implementation="pallas")
-    message = r"exceeds available shared memory: smem_bytes=\d+ > max_smem_bytes=101376"
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            chosen(choose, 64, Bucket(heads=8, nodes=9)),
+            TOO_MUCH.format(101_376),
+        ),
+        (
+            dataclasses.replace(SMALL, row_blocks=9),
+            r"wgmma[\w.]*' op is not supported on sm_120a",
+        ),
+        (
+            TreeMlaMmaConfig(
+                rows=32, row_blocks=3, splits=4, slots=7, combine_warpgroups=1
+            ),
+            TOO_MUCH.format(101_376),
+        ),
+    ],
+    ids=["shared memory", "wgmma", "one slot more"],
+)
+def test_what_does_not_exist_on_sm_120(config, message):
+    function = functools.partial(attend, call=tree_mla_attention_pallas, config=config)
+    with pytest.raises((ValueError, CompileError), match=message):
         compile_for("rtx_pro_6000", function, *Bucket(heads=8, nodes=9).shapes())
-
-
-def test_kernels_of_sm_90_do_not_exist_on_sm_120():
-    """There is no `wgmma`; a variant with `mma` is to come."""
-    function = functools.partial(attend, call=tree_mla_attention_pallas, config=SMALL)
-    message = r"wgmma[\w.]*' op is not supported on sm_120a"
-    with pytest.raises(CompileError, match=message):
-        compile_for("rtx_pro_6000", function, *Bucket(heads=8, nodes=1).shapes())
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from ddtree_jax.pallas import tree_mla
 from ddtree_jax.pallas.select import Implementation
-from ddtree_jax.pallas.tree_mla import pack_bits, tree_mla_attention, unpack_bits
+from ddtree_jax.pallas.tree_mla import (
+    kernel,
+    pack_bits,
+    tree_mla_attention,
+    unpack_bits,
+)
 from ddtree_jax.pallas.tree_mla.cases import CASES, TreeMlaCase
 from tests.support import trees
 from tests.support.compare import assert_bit_equal, assert_close
@@ -170,7 +174,8 @@ KERNEL_CASE = TreeMlaCase(
 @pytest.mark.parametrize("beside_a_gpu", [False, True])
 def test_auto_is_the_reference_on_a_cpu(beside_a_gpu, monkeypatch):
     """Also of what the kernel takes, and where the process has a GPU as well."""
-    monkeypatch.setattr(tree_mla, "_on_hopper", lambda: beside_a_gpu)
+    capability = "9.0" if beside_a_gpu else None
+    monkeypatch.setattr(kernel, "compute_capability", lambda: capability)
     arrays, _ = make(KERNEL_CASE, np.random.default_rng(9), dtype=ml_dtypes.bfloat16)
     # A new function, which nothing was compiled for.
     run = jax.jit(partial(call))

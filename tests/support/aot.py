@@ -4,14 +4,17 @@ What it needs (`requirements/lock-aot.txt`) is in `.venv-aot`, out of JAX's sigh
 in `.venv` the CUDA 13 plugin without its libraries would print a traceback at each
 start of JAX that is not told to stay on the CPU, and would be taken for the CUDA 12
 plugin's own, which `scripts/serve` installs there on a GPU. So it is loaded here, by
-hand, when the first test asks for it. Nothing is run, hence no process of its own.
+hand, when the first test asks for it. Each target has a process of its own: ptxas is
+told the architecture of the first program that Mosaic GPU compiled in a process.
 """
 
+import concurrent.futures
 import contextlib
 import ctypes
 import dataclasses
 import functools
 import importlib
+import multiprocessing
 import os
 import re
 import sys
@@ -64,12 +67,23 @@ def compile_for(target: str, function: Callable, *shapes: tuple) -> Compiled:
 
     Args:
       target: Name of a file in `targets`.
-      function: Of arrays, as for `jax.jit`.
+      function: Of arrays, as for `jax.jit`; a module's, or a `functools.partial` of it.
       shapes: Of its arguments, each with its dtype.
 
     Raises:
       CompileError: A compiler refused the program.
     """
+    return _process(target).submit(_compile, target, function, *shapes).result()
+
+
+@functools.cache
+def _process(target: str) -> concurrent.futures.ProcessPoolExecutor:
+    """Returns the process that compiles for `target`."""
+    context = multiprocessing.get_context("spawn")
+    return concurrent.futures.ProcessPoolExecutor(1, mp_context=context)
+
+
+def _compile(target: str, function: Callable, *shapes: tuple) -> Compiled:
     device, replicated = _device(target)
     arguments = [
         jax.ShapeDtypeStruct(shape, dtype, sharding=replicated)

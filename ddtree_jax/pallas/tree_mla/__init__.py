@@ -1,15 +1,11 @@
 """Tree-masked MLA attention over paged latents and a tail: the checked entry."""
 
-import jax
 from jax import lax
 
 from ddtree_jax.arrays import F32, I32, U32, Array, Float
 from ddtree_jax.pallas.checks import check_ranks, check_shapes
 from ddtree_jax.pallas.select import Implementation, select
-from ddtree_jax.pallas.tree_mla.kernel import (
-    tree_mla_attention_pallas,
-    unsupported,
-)
+from ddtree_jax.pallas.tree_mla import kernel
 from ddtree_jax.pallas.tree_mla.reference import (
     WORD_BITS,
     pack_bits,
@@ -20,7 +16,7 @@ from ddtree_jax.pallas.tree_mla.reference import (
 __all__ = ["pack_bits", "tree_mla_attention", "unpack_bits"]
 
 _IMPLEMENTATIONS = {
-    "pallas": tree_mla_attention_pallas,
+    "pallas": kernel.tree_mla_attention_pallas,
     "reference": tree_mla_attention_reference,
 }
 
@@ -75,9 +71,9 @@ def tree_mla_attention(
       tail_rope: Rotary keys of the nodes, as in `rope_cache`.
       ancestor_bits: Bit `j % 32` of word `j // 32`: node sees tail row `j`.
       softmax_scale: Multiplies the logits; includes YaRN's correction.
-      implementation: "auto" takes "pallas" on a Hopper GPU for bfloat16 of widths
-        that the kernel has (latents in 128s up to 512, rotary keys of 64), and
-        "reference" otherwise.
+      implementation: "auto" takes "pallas" on GPUs of compute capability 9.0 (Hopper)
+        or 12.0 (RTX PRO 6000) for bfloat16 of widths that the kernels have (latents
+        in 128s up to 512, rotary keys of 64), and "reference" otherwise.
 
     Returns:
       The attention output before the value up-projection, and the natural
@@ -141,8 +137,9 @@ def _run(*arrays: Array, implementation: Implementation, softmax_scale: float):
 
         return run
 
-    fits = unsupported(*arrays[:4], *arrays[6:8]) is None and _on_hopper()
-    if implementation == "auto" and fits:
+    known = kernel.compute_capability() is not None
+    fits = kernel.unsupported(*arrays[:4], *arrays[6:8]) is None
+    if implementation == "auto" and known and fits:
         return lax.platform_dependent(
             *arrays,
             cuda=call(_IMPLEMENTATIONS["pallas"]),
@@ -151,12 +148,3 @@ def _run(*arrays: Array, implementation: Implementation, softmax_scale: float):
     if implementation == "auto":
         implementation = "reference"
     return call(select("tree_mla_attention", implementation, _IMPLEMENTATIONS))(*arrays)
-
-
-def _on_hopper() -> bool:
-    """Says whether this process has GPUs that have `wgmma`."""
-    try:
-        devices = jax.local_devices(backend="cuda")
-    except RuntimeError:
-        return False
-    return all(device.compute_capability == "9.0" for device in devices)

@@ -16,11 +16,9 @@ from ddtree_jax.pallas.tree_mla.config import (
     TreeMlaConfig,
     tiles_per_split,
 )
-from ddtree_jax.pallas.warpgroup import WARPS
+from ddtree_jax.pallas.warpgroup import LAYOUT, WARPS
 
-# 128-byte rows, which TMA writes and wgmma reads without bank conflicts.
-_transforms: Any = plgpu  # whose annotations make these two classes abstract
-_SWIZZLED = (_transforms.TilingTransform((8, 64)), _transforms.SwizzleTransform(128))
+_transforms: Any = plgpu  # whose annotations make two of its classes abstract
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,9 +46,27 @@ class Problem:
         return self.latent // SLOT_COLUMNS
 
     @property
+    def tile(self) -> int:
+        """Keys of a tile."""
+        return self.config.tile
+
+    @property
+    def piece(self) -> int:
+        """Keys that are copied at once: a page, or the part of it in a tile."""
+        return min(self.page_size, self.tile)
+
+    @property
     def pieces(self) -> int:
-        """Pages of a tile."""
-        return TILE // self.page_size
+        """Copies that fill a slot."""
+        return self.tile // self.piece
+
+    @property
+    def layout(self) -> Any:
+        """How a warpgroup holds an array of a tile's keys × any columns."""
+        warps = self.tile // 16
+        if warps == WARPS:
+            return LAYOUT
+        return plgpu.Layout.MMA_ACC(jnp.float32, m_warps=warps)
 
 
 class Work(NamedTuple):
@@ -123,13 +139,22 @@ class Barriers(NamedTuple):
     probabilities_free: Any
 
 
+def swizzled(*shape: int) -> Any:
+    """Returns shared memory in bfloat16, for a scratch or a part of it.
+
+    TMA writes it and tensor cores read it without bank conflicts.
+    """
+    columns = min(shape[-1], 64)
+    transforms = (
+        _transforms.TilingTransform((8, columns)),
+        _transforms.SwizzleTransform(2 * columns),
+    )
+    return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
+
+
 def buffers(problem: Problem) -> Buffers:
-    """Returns the shared memory of a block."""
+    """Returns the shared memory of a block on Hopper."""
     rows, slots = problem.config.rows, problem.config.slots
-
-    def swizzled(*shape):
-        return plgpu.SMEM(shape, jnp.bfloat16, transforms=_SWIZZLED)
-
     return Buffers(
         q_latent=swizzled(rows, problem.latent),
         q_rope=swizzled(rows, problem.rope),
@@ -164,7 +189,8 @@ def work(problem: Problem, context_len: Any) -> Work:
         lax.axis_index(name) for name in ("request", "row_block", "split")
     )
     length = context_len[request]
-    context_tiles = lax.div(length + (TILE - 1), jnp.int32(TILE))
+    tile = problem.tile
+    context_tiles = lax.div(length + (tile - 1), jnp.int32(tile))
     total = context_tiles + problem.tail_tiles
     share = tiles_per_split(total, problem.config.splits)
     first = split * share

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ddtree_jax.arrays import BF16, F32, I32, Array
 from ddtree_jax.pallas.tree_mla.block import Problem
-from ddtree_jax.pallas.tree_mla.config import TILE, tiles_per_split
+from ddtree_jax.pallas.tree_mla.config import tiles_per_split
 from ddtree_jax.pallas.tree_mla.mask import LOWEST
 from ddtree_jax.pallas.tree_mla.weigh import HALF
 from ddtree_jax.pallas.warpgroup import (
@@ -88,7 +88,8 @@ def _body(
     request, row_block = (
         f(block, jnp.int32(config.row_blocks)) for f in (lax.div, lax.rem)
     )
-    total = lax.div(context_len[request] + (TILE - 1), jnp.int32(TILE))
+    tile = problem.tile
+    total = lax.div(context_len[request] + (tile - 1), jnp.int32(tile))
     total = total + problem.tail_tiles
     share = tiles_per_split(total, config.splits)
     used = lax.div(total + share - 1, share)

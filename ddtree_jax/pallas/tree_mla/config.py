@@ -1,10 +1,11 @@
 """Owns the sizes of the tree-MLA kernels' tiles, and how work is cut.
 
-Terms: a *tile* is 64 keys. A *row* is one head of one node. A *split* is a run of
-a request's tiles that one block reads; blocks of several splits are combined.
+Terms: a *tile* is 64 keys on Hopper. A *row* is one head of one node. A *split* is a
+run of a request's tiles that one block reads; blocks of several splits are combined.
 """
 
 import dataclasses
+from typing import ClassVar
 
 from jax import lax
 from jax import numpy as jnp
@@ -33,7 +34,10 @@ class TreeMlaConfig:
       splits: Blocks at most that share a request's tiles.
       slots: Of the ring of latents, each 64 keys × 128 columns; at most two tiles.
       combine_warpgroups: That share a request's splits when they are combined.
+      tile: Keys of a tile; it also says which kernel: this one is Hopper's.
     """
+
+    tile: ClassVar[int] = TILE
 
     rows: int
     row_blocks: int

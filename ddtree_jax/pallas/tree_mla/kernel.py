@@ -1,18 +1,46 @@
-"""Owns the call of the two Hopper kernels with the arguments of the entry."""
+"""Owns the call of the kernels with the arguments of the entry.
+
+The one that attends exists twice, with `wgmma` for Hopper and with `mma` for GPUs
+that have little shared memory; the one that combines splits serves both.
+"""
 
 import math
 from typing import Any
 
+import jax
 from jax import numpy as jnp
 
 from ddtree_jax.arrays import BF16, F32, I32, U32, Array
-from ddtree_jax.pallas.tree_mla.attend import attend
+from ddtree_jax.pallas.tree_mla import attend, mma
 from ddtree_jax.pallas.tree_mla.block import Inputs, Problem
 from ddtree_jax.pallas.tree_mla.combine import combine
 from ddtree_jax.pallas.tree_mla.config import SLOT_COLUMNS, TILE, TreeMlaConfig, choose
+from ddtree_jax.pallas.tree_mla.mma_config import TreeMlaMmaConfig, choose_mma
 
-# Of an H200; a device with fewer takes more than one wave.
-CORES = 132
+# By compute capability: keys of a tile, what cuts the work, and for how many
+# multiprocessors (of an H200, an RTX PRO 6000). Fewer take more than one wave.
+_CUTS = {
+    "9.0": (TreeMlaConfig.tile, choose, 132),
+    "12.0": (TreeMlaMmaConfig.tile, choose_mma, 188),
+}
+
+
+def compute_capability() -> str | None:
+    """Returns that of the GPUs, or None: no kernel for it, or they differ.
+
+    They are the GPU that `jax.default_device` names, which need not be there, or else
+    all of this process.
+    """
+    named: Any = jax.config.jax_default_device
+    if hasattr(named, "compute_capability"):
+        devices = [named]
+    else:
+        try:
+            devices = jax.local_devices(backend="cuda")
+        except RuntimeError:
+            devices = []
+    found = {device.compute_capability for device in devices}
+    return found.pop() if len(found) == 1 and found <= _CUTS.keys() else None
 
 
 def unsupported(
@@ -54,14 +82,15 @@ def tree_mla_attention_pallas(
     config: TreeMlaConfig | None = None,
     interpret: Any = None,
 ) -> tuple[BF16[Array, "B N H L"], F32[Array, "B N H"]]:
-    """Returns what `tree_mla_attention` documents, on a Hopper GPU.
+    """Returns what `tree_mla_attention` documents, on a GPU that has a kernel.
 
     Args:
-      config: How the work is cut; None chooses.
+      config: How the work is cut, and by its class for which kernel; None chooses for
+        the GPU.
       interpret: Parameters of the interpreter, which runs the kernels on a CPU.
 
     Raises:
-      ValueError: The kernels do not take these arguments.
+      ValueError: The kernels do not take these arguments, or do not know the GPU.
     """
     reason = unsupported(
         q_latent, q_rope, latent_cache, rope_cache, tail_latent, tail_rope
@@ -70,25 +99,17 @@ def tree_mla_attention_pallas(
         raise ValueError(f"tree_mla_attention: implementation 'pallas' got {reason}")
     b, n, h, latent = q_latent.shape
     rows, rope = n * h, q_rope.shape[-1]
-    tail_tiles = -(-n // TILE)
     page_size = latent_cache.shape[1]
     if config is None:
-        held = -(-page_table.shape[1] * page_size // TILE)
-        config = choose(
-            batch=b,
-            rows=rows,
-            latent=latent,
-            rope=rope,
-            max_tiles=held + tail_tiles,
-            cores=CORES,
-        )
+        held = page_table.shape[1] * page_size
+        config = _cut(batch=b, rows=rows, latent=latent, rope=rope, held=held, nodes=n)
     problem = Problem(
         nodes=n,
         heads=h,
         latent=latent,
         rope=rope,
         page_size=page_size,
-        tail_tiles=tail_tiles,
+        tail_tiles=-(-n // config.tile),
         log2_scale=softmax_scale * math.log2(math.e),
         config=config,
         interpret=interpret is not None,
@@ -101,16 +122,35 @@ def tree_mla_attention_pallas(
         rope_cache,
         page_table,
         context_len,
-        _padded(tail_latent, TILE),
-        _padded(tail_rope, TILE),
+        _padded(tail_latent, config.tile),
+        _padded(tail_rope, config.tile),
         ancestor_bits,
     )
-    partial, peaks, totals = attend(problem, inputs, interpret=interpret)
+    variant = mma if isinstance(config, TreeMlaMmaConfig) else attend
+    partial, peaks, totals = variant.attend(problem, inputs, interpret=interpret)
     out, lse = combine(
         problem, partial, peaks, totals, context_len, interpret=interpret
     )
     out, lse = out[:, :rows], lse[:, :rows]
     return out.reshape(b, n, h, latent), lse.reshape(b, n, h)
+
+
+def _cut(*, held: int, nodes: int, **sizes: int) -> TreeMlaConfig:
+    """Returns how the work is cut for the GPUs there are.
+
+    Args:
+      held: Tokens that a request's page table can hold.
+      sizes: The other arguments of `choose`.
+    """
+    capability = compute_capability()
+    if capability is None:
+        raise ValueError(
+            "tree_mla_attention: implementation 'pallas' got no GPU that it has a "
+            f"kernel for; expected compute capability {' or '.join(_CUTS)} of all"
+        )
+    tile, cut, cores = _CUTS[capability]
+    max_tiles = -(-held // tile) - (-nodes // tile)
+    return cut(max_tiles=max_tiles, cores=cores, **sizes)
 
 
 def _padded(x: Array, multiple: int) -> Array:

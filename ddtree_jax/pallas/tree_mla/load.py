@@ -16,7 +16,6 @@ from ddtree_jax.pallas.tree_mla.block import (
     Work,
     slot_columns,
 )
-from ddtree_jax.pallas.tree_mla.config import TILE
 from ddtree_jax.pallas.warpgroup import hidden_zero
 
 type Pages = tuple[Array, ...]
@@ -57,10 +56,16 @@ class Loader(NamedTuple):
 
         def page(piece):
             place = tile * pieces + piece
+            if self._tiles_a_page > 1:
+                place = lax.div(place, jnp.int32(self._tiles_a_page))
             place = jnp.where(place < used, place, 0)
             return self.g.page_table[self.w.request, place]
 
         return tuple(map(page, range(pieces)))
+
+    @property
+    def _tiles_a_page(self) -> int:
+        return self.problem.page_size // self.problem.piece
 
     def _queries(self) -> None:
         rows = self.problem.config.rows
@@ -126,7 +131,7 @@ class Loader(NamedTuple):
         """Copies some columns of a tile, which is in the pages or in the tail."""
         paged, tail = sources
         tile = self.w.first + tile
-        size = self.problem.page_size
+        size = self.problem.piece
         in_context = tile < self.w.context_tiles
 
         def part(piece):
@@ -134,13 +139,18 @@ class Loader(NamedTuple):
 
         @pl.when(in_context)
         def _():
+            if self._tiles_a_page > 1:
+                begin = lax.rem(tile, jnp.int32(self._tiles_a_page)) * size
+                rows = pl.ds(pl.multiple_of(begin, size), size)
+            else:
+                rows = slice(None)
             for piece, page in enumerate(pages):
-                source = paged.at[page, :, columns]
+                source = paged.at[page, rows, columns]
                 plgpu.copy_gmem_to_smem(source, part(piece), barrier)
 
         @pl.when(jnp.logical_not(in_context))
         def _():
-            begin = (tile - self.w.context_tiles) * TILE
+            begin = (tile - self.w.context_tiles) * self.problem.tile
             for piece in range(self.problem.pieces):
                 rows = pl.ds(pl.multiple_of(begin + piece * size, 8), size)
                 source = tail.at[self.w.request, rows, columns]

@@ -135,9 +135,11 @@ def _probabilities(
     grew = any_above(above(), _GROWTH, interpret=interpret)
 
     def raised():
+        # Before the reduction, in which warps meet: one may write the new peaks after
+        # it while another has not gone on.
+        old = peaks()
         folded = fold_rows(x, "max", interpret=interpret)
         highest = reduce_folded(folded, "max", s.scratch, interpret=interpret)
-        old = peaks()
         new = jnp.maximum(old, highest)
         growth = jnp.exp2(old - new)
         s.peaks[0, :] = new
