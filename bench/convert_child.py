@@ -45,7 +45,7 @@ def profile(source: Path, destination: Path) -> dict:
         setattr(owner, name, timed)
 
     clock(leaf.Leaf, "read", "read")
-    clock(leaf, "all_finite", "check", "read")
+    clock(leaf, "check_finite", "check", "read")
     clock(write, "_add", "hash")
     clock(write, "write_chunks", "arrange")
     clock(chunk_files, "write_file", "write", "arrange")

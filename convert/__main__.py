@@ -79,6 +79,7 @@ def _to_ours(flags: argparse.Namespace, source) -> int:
 def _export(flags: argparse.Namespace) -> int:
     from convert import interrupt
     from convert.detect import open_checkpoint, open_draft
+    from convert.dry_run import report_to_hf, report_to_sglang
     from convert.hf_target import convert_to_hf
     from convert.sglang.target import convert_to_sglang
 
@@ -96,9 +97,10 @@ def _export(flags: argparse.Namespace) -> int:
     draft = open_draft(flags.source)
     place, part_bytes = flags.destination, flags.part_bytes
     if flags.to == "sglang":
-        convert_to_sglang(source, place, draft=draft, part_bytes=part_bytes, **given)
+        run = report_to_sglang if flags.dry_run else convert_to_sglang
     else:
-        convert_to_hf(source, place, draft=draft, part_bytes=part_bytes)
+        run = report_to_hf if flags.dry_run else convert_to_hf
+    run(source, place, draft=draft, part_bytes=part_bytes, **given)
     return 0
 
 
@@ -141,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Converts a Hugging Face checkpoint of Kimi K2 (INT4 experts as "
         "Kimi's own or in GPTQ's form, which are carried bit for bit; FP8 in blocks; "
         "bfloat16), or of a DFlash drafter. Needs free space for "
-        "the size of SRC, in bytes, and less than 2 GB of memory.",
+        "the size of SRC, in bytes, and less than 1 GB of memory.",
     )
     _add_directories(hf)
     _add_draft(hf)
@@ -193,6 +195,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="bytes of tensors in a file, at most (5e9); a larger tensor stands alone",
     )
+    _add_dry_run(export)
     _add_quantise(export, "routed experts that are")
     export.set_defaults(run=_export)
     verify = commands.add_parser(
@@ -250,7 +253,7 @@ def _add_dry_run(command: argparse.ArgumentParser) -> None:
         "--dry-run",
         action="store_true",
         help="write nothing; read headers only, check them, and print what would be "
-        "written, what would be lost, and the bytes of the weights a device",
+        "written, what would be lost, and the bytes of the weights a device or rank",
     )
 
 

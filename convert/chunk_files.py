@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from convert.durable import Scratch, write_file
+from convert.durable import Scratch, aligned_runs, write_file
 from convert.leaf import Block
 from convert.stored import StoredArray
 
@@ -44,14 +44,17 @@ def write_chunks(
     """Writes the chunks of a slab and returns the paths to sync.
 
     Args:
-      memory: Holds one chunk at a time.
+      memory: Holds one chunk at a time, if it must be put together.
     """
     changed = {array.directory}
-    for path, part in _chunks(array, block):
-        chunk = memory.array(array.chunk, array.dtype)
-        chunk[...] = slab[part]
+    nbytes = math.prod(array.chunk) * array.dtype.itemsize
+    for path, place in _chunks(array, block):
+        parts = aligned_runs(slab[place])
+        if parts is None:
+            memory.array(array.chunk, array.dtype)[...] = slab[place]
+            parts = [memory.padded(nbytes)]
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, memory, chunk.nbytes)
+        write_file(path, parts, nbytes)
         changed.add(path)
         changed.update(itertools.takewhile(array.directory.__ne__, path.parents))
     return changed

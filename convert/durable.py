@@ -7,13 +7,15 @@ again: filling the cache with it costs more time than the disk does.
 import errno
 import mmap
 import os
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 # Memory, offsets and lengths of direct writes are multiples of this.
 _ALIGNMENT = mmap.PAGESIZE
+# Of one call; Linux allows 1024.
+_MAX_PARTS = 512
 
 
 class Scratch:
@@ -42,31 +44,58 @@ class Scratch:
         return memoryview(self._bytes[: _padded(nbytes)])
 
 
-def write_file(path: Path, memory: Scratch, nbytes: int) -> None:
-    """Writes the first bytes of `memory` as a whole file; `sync` makes it durable.
+def aligned_runs(array: np.ndarray) -> list[memoryview] | None:
+    """Returns what is contiguous of `array`, in order, or None if it is not aligned.
+
+    Then `write_file` takes it.
+    """
+    axis = array.ndim
+    while axis and array[(0,) * (axis - 1)].flags.c_contiguous:
+        axis -= 1
+    address, _ = array.__array_interface__["data"]
+    nbytes = array[(0,) * axis].nbytes
+    if any(n % _ALIGNMENT for n in (address, nbytes, *array.strides[:axis])):
+        return None
+    return [
+        memoryview(array[index].reshape(-1).view(np.uint8))
+        for index in np.ndindex(array.shape[:axis])
+    ]
+
+
+def write_file(path: Path, parts: Sequence[memoryview], nbytes: int) -> None:
+    """Writes a whole file; `sync` makes it durable.
+
+    Args:
+      parts: What it holds, one after the other; each is aligned.
+      nbytes: Length of the file; what is more in the last of `parts` is padding.
 
     Raises:
       OSError: With the path, whatever fails.
     """
     try:
         try:
-            _write(path, memory.padded(nbytes), nbytes, getattr(os, "O_DIRECT", 0))
+            _write(path, parts, nbytes, getattr(os, "O_DIRECT", 0))
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
             # The file system has no direct writes; through the cache, then.
-            _write(path, memory.padded(nbytes), nbytes, 0)
+            _write(path, parts, nbytes, 0)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def _write(path: Path, padded: memoryview, nbytes: int, flags: int) -> None:
+def _write(path: Path, parts: Sequence[memoryview], nbytes: int, flags: int) -> None:
     flags |= os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o666)
+    rest, at = list(parts), 0
     try:
-        done = 0
-        while done < nbytes:
-            done += os.pwrite(descriptor, padded[done:], done)
+        while rest:
+            done = os.pwritev(descriptor, rest[:_MAX_PARTS], at)
+            at += done
+            while rest and done >= rest[0].nbytes:
+                done -= rest.pop(0).nbytes
+            if done:
+                rest[0] = rest[0][done:]
         os.ftruncate(descriptor, nbytes)
     finally:
         os.close(descriptor)

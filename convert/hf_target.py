@@ -10,7 +10,6 @@ from. A file begins with the widest dtype, so that every tensor is aligned.
 
 import contextlib
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,14 +21,12 @@ from convert.identity import identify
 from convert.journal import Job
 from convert.plan import make_plan
 from convert.progress import Reporter, make_reporter
-from convert.rules import is_extra
+from convert.rules import is_extra, reading_order
 from convert.sequential import SequentialFile
 from convert.staging import Staging, check_apart, check_space, staged
 from convert.stream import Piece, read_pieces
-from convert.tensor import DTYPES, Tensor, all_finite
+from convert.tensor import DTYPES, Tensor, check_finite
 from ddtree_jax.errors import CheckpointError
-
-_NUMBER = re.compile(r"(\d+)")
 
 
 def convert_to_hf(
@@ -75,7 +72,7 @@ def split_in_parts(tensors: list[Tensor], part_bytes: int) -> list[list[Tensor]]
     """Returns the tensors of each file: as many as fit, in the order of the layers."""
     parts: list[list[Tensor]] = []
     room = 0
-    for tensor in sorted(tensors, key=_reading_order):
+    for tensor in sorted(tensors, key=_position):
         if not parts or tensor.nbytes > room:
             parts.append([])
             room = part_bytes
@@ -148,22 +145,13 @@ def _checked(tensors: list[Tensor]) -> Iterator[Piece]:
     """Yields the bytes of `tensors`, after a look for NaN and infinity."""
     for piece in read_pieces(tensors):
         tensor = piece.tensor
-        if not is_extra(tensor.name) and not all_finite(
-            piece.data.view(DTYPES[tensor.dtype])
-        ):
-            raise CheckpointError(
-                f"{tensor.file}: {tensor.name} holds NaN or infinity; "
-                "expected finite numbers"
-            )
+        if not is_extra(tensor.name):
+            check_finite(piece.data.view(DTYPES[tensor.dtype]), tensor)
         yield piece
 
 
-def _reading_order(tensor: Tensor) -> list[tuple[int, str]]:
-    """Returns a key that sorts layer 2 before layer 10."""
-    return [
-        (int(part), "") if part.isdigit() else (-1, part)
-        for part in _NUMBER.split(tensor.name)
-    ]
+def _position(tensor: Tensor) -> list[tuple[int, str]]:
+    return reading_order(tensor.name)
 
 
 def _identify(jobs: list[tuple[Checkpoint, Path]], part_bytes: int) -> Job:

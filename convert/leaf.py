@@ -14,8 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from convert.tensor import Tensor, all_finite
-from ddtree_jax.errors import CheckpointError
+from convert.tensor import Tensor, check_finite
 
 # Splits of an axis that a mesh divides: a device of eight, or of any divisor,
 # reads whole chunks.
@@ -108,11 +107,8 @@ class Leaf:
             piece = out[(*index, ...)]
             source = self.sources[self._number(starts, index)]
             self._read_piece(source, first, piece)
-            if self.check_finite and not all_finite(piece):
-                raise CheckpointError(
-                    f"{source.file}: {source.name} holds NaN or infinity; "
-                    "expected finite numbers"
-                )
+            if self.check_finite:
+                check_finite(piece, source)
 
     def file(self, block: Block) -> Path:
         """Returns the file that a slab's first bytes come from."""

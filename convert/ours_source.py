@@ -34,10 +34,14 @@ from ddtree_jax.quant import NIBBLES_PER_WORD
 EXTRA = "extra"
 
 type Rows = Callable[[int, int], np.ndarray]
+type Seen = Callable[[StoredArray, int, np.ndarray], None]
 
 
-def open_ours(directory: Path) -> Checkpoint:
+def open_ours(directory: Path, *, seen: Seen | None = None) -> Checkpoint:
     """Returns a canonical checkpoint directory as the Hugging Face view.
+
+    Args:
+      seen: As in `StoredArray`, for every array.
 
     Raises:
       CheckpointError: It is incomplete, or not as its manifest says.
@@ -48,7 +52,7 @@ def open_ours(directory: Path) -> Checkpoint:
     manifest = _read(directory, "target" if is_target else "draft")
     model = KimiK2(config) if isinstance(config, ModelConfig) else DFlash(config)
     check_manifest(directory, manifest, model)
-    params, extra = _stored(directory, manifest)
+    params, extra = _stored(directory, manifest, seen)
     names = [str(e.get("source")) for e in manifest["tensors"].values()]
     if isinstance(config, ModelConfig):
         rules = target_rules(config, names)
@@ -79,10 +83,16 @@ def stated_files(directory: Path) -> Iterator[tuple[Path, str]]:
         yield directory / name, str(entry.get("sha256"))
 
 
-def stored_arrays(directory: Path) -> Iterator[tuple[str, StoredArray, str]]:
-    """Yields name, array and stated SHA-256 of every array of a canonical directory."""
+def stored_arrays(
+    directory: Path, *, seen: Seen
+) -> Iterator[tuple[str, StoredArray, str]]:
+    """Yields name, array and stated SHA-256 of every array of a canonical directory.
+
+    Args:
+      seen: As in `open_ours`.
+    """
     manifest = _read(directory)
-    params, extra = _stored(directory, manifest)
+    params, extra = _stored(directory, manifest, seen)
     for key, arrays in (("tensors", params), ("extra", extra)):
         for name, array in arrays.items():
             yield name, array, str(manifest[key][name].get("sha256"))
@@ -124,7 +134,7 @@ def _read(directory: Path, kind: Kind | None = None) -> dict:
 
 
 def _stored(
-    directory: Path, manifest: dict
+    directory: Path, manifest: dict, seen: Seen | None
 ) -> tuple[dict[str, StoredArray], dict[str, StoredArray]]:
     """Returns the arrays of `params` and `extra`, after a look at all their files."""
     found = []
@@ -137,6 +147,7 @@ def _stored(
                     tuple(entry["shape"]),
                     np.dtype(entry["dtype"]),
                     tuple(entry["chunk"]),
+                    seen,
                 )
                 for name, entry in manifest[key].items()
             }

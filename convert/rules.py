@@ -110,6 +110,7 @@ _TARGET_PREFIXES = {
 _PUBLISHED_PREFIX = "language_model.model."
 _PUBLISHED_HEAD = "language_model.lm_head.weight"
 _DRAFT_PREFIXES = ("", "model.")
+_NUMBER = re.compile(r"(\d+)")
 _EXTRA = re.compile(r"(model\.)?(vision_tower|mm_projector|multi_modal_projector)\..*")
 
 
@@ -172,6 +173,14 @@ def target_prefix(names: Collection[str]) -> tuple[str, str]:
 def draft_prefix(names: Collection[str]) -> str:
     """Returns the prefix of a drafter with these tensors."""
     return next((p for p in _DRAFT_PREFIXES if f"{p}fc.weight" in names), "")
+
+
+def reading_order(name: str) -> list[tuple[int, str]]:
+    """Returns a key that sorts names by layer and expert, layer 2 before layer 10."""
+    return [
+        (int(part), "") if part.isdigit() else (-1, part)
+        for part in _NUMBER.split(name)
+    ]
 
 
 def is_extra(name: str) -> bool:

@@ -7,7 +7,7 @@ chunk's little-endian bytes in C order, so any rows of it are one range of bytes
 import dataclasses
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -24,12 +24,15 @@ class StoredArray:
     Attributes:
       directory: Of this array; its chunks are below `c`.
       chunk: Shape of a chunk; divides `shape`.
+      seen: Is told of all that is read: the array, the offset in bytes of its first
+        element in C order, and the elements, which follow it.
     """
 
     directory: Path
     shape: tuple[int, ...]
     dtype: np.dtype
     chunk: tuple[int, ...]
+    seen: "Callable[[StoredArray, int, np.ndarray], None] | None" = None
 
     @property
     def nbytes(self) -> int:
@@ -61,6 +64,19 @@ class StoredArray:
         Raises:
           CheckpointError: A chunk is missing or not as long as it must be.
         """
+        out = self._read(lead, start, stop)
+        if self.seen is not None:
+            self.seen(self, self.offset(lead, start), out)
+        return out
+
+    def offset(self, lead: tuple[int, ...], start: int) -> int:
+        """Returns how many bytes in C order are before entry `start` after `lead`."""
+        row = 0
+        for i, n in zip((*lead, start), self.shape or (1,), strict=False):
+            row = row * n + i
+        return row * self._row_bytes(len(lead))
+
+    def _read(self, lead: tuple[int, ...], start: int, stop: int) -> np.ndarray:
         if not self.shape:
             return self._read_into((), 0, np.empty((), self.dtype))
         axis = len(lead)

@@ -13,6 +13,8 @@ from typing import Protocol
 import ml_dtypes
 import numpy as np
 
+from ddtree_jax.errors import CheckpointError
+
 # The dtypes that are carried, by safetensors' names.
 DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -97,6 +99,43 @@ class DerivedTensor:
             at = end
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class FiniteTensor:
+    """A tensor of which all that is read, in whole elements, must be finite."""
+
+    tensor: Tensor
+
+    @property
+    def name(self) -> str:
+        """That of the tensor; so are the others."""
+        return self.tensor.name
+
+    @property
+    def file(self) -> Path:  # noqa: D102
+        return self.tensor.file
+
+    @property
+    def dtype(self) -> str:  # noqa: D102
+        return self.tensor.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # noqa: D102
+        return self.tensor.shape
+
+    @property
+    def nbytes(self) -> int:  # noqa: D102
+        return self.tensor.nbytes
+
+    def read_into(self, out: memoryview, start: int) -> None:
+        """Fills `out` with the array's bytes from `start` on.
+
+        Raises:
+          CheckpointError: They hold NaN or infinity.
+        """
+        self.tensor.read_into(out, start)
+        check_finite(np.frombuffer(out, DTYPES[self.dtype]), self.tensor)
+
+
 def read_array(tensor: Tensor) -> np.ndarray:
     """Returns the whole of a small tensor."""
     out = np.empty(tensor.shape, DTYPES[tensor.dtype])
@@ -116,3 +155,12 @@ def all_finite(array: np.ndarray) -> bool:
     return not any(
         ((flat[i : i + step] & mask) == mask).any() for i in range(0, flat.size, step)
     )
+
+
+def check_finite(values: np.ndarray, tensor: Tensor) -> None:
+    """Raises CheckpointError, naming `tensor`, if a value of it is not finite."""
+    if not all_finite(values):
+        raise CheckpointError(
+            f"{tensor.file}: {tensor.name} holds NaN or infinity; "
+            "expected finite numbers"
+        )

@@ -1,30 +1,27 @@
 """Owns the proof that two checkpoints hold the same: a hash of every tensor of both.
 
 The formats may differ: what is compared is the Hugging Face view. The prefix of the
-text model is a matter of form, so names are compared under the published one. Of a
-canonical checkpoint the arrays and files are held against its own manifest, too.
+text model is a matter of form, so names are compared under the published one. What a
+checkpoint states of its own bytes is checked, too (`own_hashes.py`, and
+`sglang/contents.py`).
 """
 
 import concurrent.futures
 import contextlib
-import functools
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-
 from convert.checkpoint import DRAFT, Checkpoint
 from convert.detect import open_checkpoint, open_draft
-from convert.ours_source import is_ours, stated_files, stored_arrays
+from convert.ours_source import is_ours
+from convert.own_hashes import ArrayHashes, check_own_hashes, difference
 from convert.progress import Reporter, make_reporter
-from convert.rules import published_names
-from convert.stored import StoredArray
-from convert.stream import read_ahead, read_pieces
+from convert.rules import published_names, reading_order
+from convert.sglang.contents import check_contents, is_dumped
+from convert.stream import read_pieces
 from convert.tensor import Tensor
 from ddtree_jax.errors import CheckpointError
-
-_SHOWN = 5
 
 
 def verify(first: Path, second: Path, *, quantise_experts: bool = False) -> bool:
@@ -38,17 +35,23 @@ def verify(first: Path, second: Path, *, quantise_experts: bool = False) -> bool
     Raises:
       DDTreeError: One of them is incomplete or refused; the message says why.
     """
-    opened = open_checkpoint(first, quantise_experts=quantise_experts)
-    pairs = [(opened, open_checkpoint(second), "")]
-    drafts = [d for d in map(open_draft, (first, second)) if d is not None]
+    hashes = ArrayHashes()
+    opened = open_checkpoint(first, quantise_experts=quantise_experts, seen=hashes)
+    pairs = [(opened, open_checkpoint(second, seen=hashes), "")]
+    drafts = [
+        draft
+        for directory in (first, second)
+        if (draft := open_draft(directory, seen=hashes)) is not None
+    ]
     if len(drafts) == 2:
         pairs.append((drafts[0], drafts[1], f"{DRAFT}: "))
-    directories = dict.fromkeys(c.directory for *both, _ in pairs for c in both)
+    compared = [(what, compare(a, b)) for a, b, what in pairs]
+    opened_once = {c.directory: c for *both, _ in pairs for c in both}
     same = True
-    for directory in filter(is_ours, directories):
-        same &= _report(f"{directory}: ", check_own_hashes(directory))
-    for a, b, what in pairs:
-        same &= _report(what, compare(a, b))
+    for directory, checkpoint in opened_once.items():
+        same &= _report(f"{directory}: ", _check_own(checkpoint, hashes))
+    for what, lines in compared:
+        same &= _report(what, lines)
     if len(drafts) == 1:
         print(f"{drafts[0].directory} not compared: only one of the two has a drafter")
     print("equal" if same else "different")
@@ -61,7 +64,8 @@ def compare(first: Checkpoint, second: Checkpoint) -> list[str]:
     A line that tells a difference begins with "!".
     """
     a, b = _by_published_name(first), _by_published_name(second)
-    common = [name for name in a if name in b]
+    # In this order each array of a canonical checkpoint is read from its beginning on.
+    common = sorted((name for name in a if name in b), key=reading_order)
     alike = [n for n in common if (a[n].dtype, a[n].shape) == (b[n].dtype, b[n].shape)]
     total = sum(a[name].nbytes for name in alike)
     reporting = contextlib.closing(make_reporter("comparing", 2 * total))
@@ -82,49 +86,21 @@ def compare(first: Checkpoint, second: Checkpoint) -> list[str]:
     return [
         f"{first.directory} ({first.format}) and {second.directory} "
         f"({second.format}): {len(alike)} tensors, {total} bytes compared",
-        *_difference("of different bytes", differ),
-        *_difference("of different shape or dtype", shapes),
-        *_difference(f"only in {first.directory}", [n for n in a if n not in b]),
-        *_difference(f"only in {second.directory}", [n for n in b if n not in a]),
+        *difference("of different bytes", differ),
+        *difference("of different shape or dtype", shapes),
+        *difference(f"only in {first.directory}", [n for n in a if n not in b]),
+        *difference(f"only in {second.directory}", [n for n in b if n not in a]),
     ]
 
 
-def check_own_hashes(directory: Path) -> list[str]:
-    """Returns lines that say which arrays and files are not as the manifest says.
-
-    Args:
-      directory: A canonical checkpoint.
-    """
-    arrays = list(stored_arrays(directory))
-    total = sum(array.nbytes for _, array, _ in arrays)
-    with contextlib.closing(make_reporter("hashing", total)) as reporter:
-        bad_arrays = [
-            f"{name} ({array.directory})"
-            for name, array, stated in arrays
-            if _hash_array(name, array, reporter) != stated
-        ]
-    files = list(stated_files(directory))
-    bad_files = [path.name for path, stated in files if _hash_file(path) != stated]
-    return [
-        f"{len(arrays)} arrays, {total} bytes, and {len(files)} files hashed",
-        *_difference("not as the manifest says", bad_arrays, what="arrays"),
-        *_difference("not as the manifest says", bad_files, what="files"),
-    ]
-
-
-def _hash_array(name: str, array: StoredArray, reporter: Reporter) -> str:
-    reporter.at(name)
-    digest = hashlib.sha256()
-    reads = (functools.partial(array.read, *place) for place in array.pieces())
-    for piece in read_ahead(reads):
-        digest.update(piece.reshape(-1).view(np.uint8))
-        reporter.advance(piece.nbytes)
-    return digest.hexdigest()
-
-
-def _hash_file(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _check_own(checkpoint: Checkpoint, hashes: ArrayHashes) -> list[str]:
+    """Returns lines that say whether a checkpoint is as it says itself."""
+    if is_ours(checkpoint.directory):
+        return check_own_hashes(checkpoint.directory, hashes)
+    if is_dumped(checkpoint.files[0]):
+        what, bad = check_contents(checkpoint.files)
+        return [what, *difference("not as their keys say", bad)]
+    return []
 
 
 def _by_published_name(checkpoint: Checkpoint) -> dict[str, Tensor]:
@@ -156,13 +132,6 @@ def _hash_pairs(
             if a.last:
                 yield digests[0].hexdigest(), digests[1].hexdigest()
                 digests = (hashlib.sha256(), hashlib.sha256())
-
-
-def _difference(how: str, names: list[str], *, what: str = "tensors") -> list[str]:
-    if not names:
-        return []
-    more = f", … {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return [f"! {len(names)} {what} {how}: {', '.join(names[:_SHOWN])}{more}"]
 
 
 def _report(what: str, lines: list[str]) -> bool:

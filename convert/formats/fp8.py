@@ -8,8 +8,8 @@ import ml_dtypes
 import numpy as np
 
 from convert.formats.marks import foreign
-from convert.formats.parts import BF16, check_finite, read_rows, wrong
-from convert.tensor import DerivedTensor, Tensor
+from convert.formats.parts import BF16, read_rows, wrong
+from convert.tensor import DerivedTensor, Tensor, check_finite
 
 BLOCK = 128
 _CODES = np.arange(256, dtype=np.uint8)

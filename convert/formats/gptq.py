@@ -10,8 +10,8 @@ import numpy as np
 
 from convert.formats.int4 import stated_shape
 from convert.formats.marks import foreign
-from convert.formats.parts import BF16, Int4, check_finite, read_columns, wrong
-from convert.tensor import DerivedTensor, Tensor, read_array
+from convert.formats.parts import BF16, Int4, read_columns, wrong
+from convert.tensor import DerivedTensor, Tensor, check_finite, read_array
 from ddtree_jax.errors import CheckpointError
 from ddtree_jax.quant import GROUP_SIZE, NIBBLES_PER_WORD
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from convert.formats.parts import BF16, Int4, check_finite, read_rows, wrong
-from convert.tensor import DerivedTensor, Tensor, read_array
+from convert.formats.parts import BF16, Int4, read_rows, wrong
+from convert.tensor import DerivedTensor, Tensor, check_finite, read_array
 from ddtree_jax.errors import CheckpointError
 from ddtree_jax.quant import GROUP_SIZE, NIBBLES_PER_WORD, pack, unpack
 

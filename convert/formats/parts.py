@@ -5,7 +5,7 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from convert.tensor import DTYPES, Tensor, all_finite
+from convert.tensor import DTYPES, Tensor
 from ddtree_jax.errors import CheckpointError
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -49,15 +49,6 @@ def read_columns(tensor: Tensor, start: int, stop: int) -> np.ndarray:
         view = memoryview(out[row].view(np.uint8))
         tensor.read_into(view, (row * columns + start) * out.itemsize)
     return out
-
-
-def check_finite(values: np.ndarray, tensor: Tensor) -> None:
-    """Raises CheckpointError, naming `tensor`, if a value of it is not finite."""
-    if not all_finite(values):
-        raise CheckpointError(
-            f"{tensor.file}: {tensor.name} holds NaN or infinity; "
-            "expected finite numbers"
-        )
 
 
 def wrong(tensor: Tensor, expected: str) -> CheckpointError:

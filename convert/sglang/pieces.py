@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from convert.tensor import DTYPES, DerivedTensor, Tensor
+from convert.tensor import DTYPES, DerivedTensor, FiniteTensor, Tensor
 from ddtree_jax.errors import CheckpointError
 
 # Of a copy that is held to compare it.
@@ -128,7 +128,8 @@ def same(copies: Sequence[Tensor]) -> Tensor:
 
 def _place(tensor: Tensor) -> tuple:
     """Says where a tensor's bytes are: ranks may share a file's."""
-    return tensor.file, getattr(tensor, "begin", id(tensor))
+    stored = tensor.tensor if isinstance(tensor, FiniteTensor) else tensor
+    return stored.file, getattr(stored, "begin", id(stored))
 
 
 def row_size(tensor: Tensor) -> int:

@@ -7,8 +7,8 @@
 
 Tensors are stored once under a checksum of their content, by which the plan calls
 them. What the plan marks as extra is no parameter but made from parameters
-(`w_kc`, `w_vc`, workspaces), so it is not read. The plan is checked in full; the
-contents are not hashed again.
+(`w_kc`, `w_vc`, workspaces), so it is not read. The plan is checked in full; that the
+contents are as their checksums say is checked in `contents.py`.
 """
 
 import hashlib
@@ -86,8 +86,7 @@ def read_presharded(dump: Path) -> Ranks:
     return check_ranks(
         Ranks(
             directory=_model_directory(dump),
-            format=f"SGLang presharded of {count} rank{'s' * (count > 1)} "
-            "(content checksums not verified)",
+            format=f"SGLang presharded of {count} rank{'s' * (count > 1)}",
             tensors=tuple(tensors),
             files=tuple(dump / name for name in stored),
         )

@@ -6,10 +6,13 @@ index: how many ranks there are is how many have files.
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from convert.safetensors_file import FileTensor, read_header
 from convert.sglang.names import KV_B_ALIAS
+from convert.sglang.vision import view_name
+from convert.tensor import DTYPES, FiniteTensor, Tensor
 from ddtree_jax.errors import CheckpointError
 
 PATTERN = "model-rank-{rank}-part-{part}.safetensors"
@@ -24,12 +27,13 @@ class Ranks:
     Attributes:
       directory: Where config.json is.
       format: Name of the form, for people.
-      tensors: Of each rank, by SGLang's names; the same names on all.
+      tensors: Of each rank, by SGLang's names; the same names on all. Numbers that
+        are not finite are refused as they are read, but for an image's.
     """
 
     directory: Path
     format: str
-    tensors: tuple[dict[str, FileTensor], ...]
+    tensors: tuple[Mapping[str, Tensor], ...]
     files: tuple[Path, ...]
 
     @property
@@ -80,7 +84,10 @@ def check_ranks(ranks: Ranks) -> Ranks:
     Raises:
       CheckpointError: A rank lacks a tensor that another one has.
     """
-    tensors = tuple(_without_alias(own) for own in ranks.tensors)
+    tensors = tuple(
+        {name: _checked(tensor) for name, tensor in _without_alias(own).items()}
+        for own in ranks.tensors
+    )
     first = tensors[0]
     for rank, own in enumerate(tensors):
         for name in first.keys() ^ own.keys():
@@ -105,10 +112,10 @@ def _read_parts(paths: list[Path]) -> dict[str, FileTensor]:
     return tensors
 
 
-def _without_alias(tensors: dict[str, FileTensor]) -> dict[str, FileTensor]:
+def _without_alias(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns `tensors` by the loadable name of what has two, scalars refused."""
     alias, name = KV_B_ALIAS
-    out = {}
+    out: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
         real = key.removesuffix(alias) + name if key.endswith(alias) else key
         if real != key and real in tensors:
@@ -121,3 +128,8 @@ def _without_alias(tensors: dict[str, FileTensor]) -> dict[str, FileTensor]:
             )
         out[real] = tensor
     return out
+
+
+def _checked(tensor: Tensor) -> Tensor:
+    is_image = view_name(tensor.name) is not None
+    return tensor if is_image or tensor.dtype not in DTYPES else FiniteTensor(tensor)

@@ -25,7 +25,7 @@ from convert.sglang.target_experts import RankExperts
 from convert.sglang.vision import sglang_name, vision_parameters
 from convert.sglang.write import write_ranks
 from convert.staging import check_apart, check_space, staged
-from convert.tensor import Tensor
+from convert.tensor import FiniteTensor, Tensor
 from ddtree_jax.config import ModelConfig
 from ddtree_jax.errors import CheckpointError, ConfigError
 
@@ -59,7 +59,7 @@ def convert_to_sglang(
     Raises:
       DDTreeError: The source is not usable, or a dimension does not divide.
     """
-    division = _division(tp, ep, layout)
+    division = make_division(tp, ep, layout)
     jobs = [(source, Path()), *([(draft, Path(DRAFT))] if draft else [])]
     work = []
     for checkpoint, place in jobs:
@@ -84,6 +84,17 @@ def convert_to_sglang(
     print(f"{destination}: {total} bytes written")
 
 
+def make_division(tp: int, ep: int, layout: str) -> Division:
+    """Returns how the experts lie on `tp` ranks, as `convert_to_sglang` divides them.
+
+    Raises:
+      ConfigError: The ranks do not divide in `ep` groups.
+    """
+    if tp % ep:
+        raise ConfigError(f"--ep {ep} does not divide --tp {tp}")
+    return Division(LAYOUTS[layout], tp // ep, ep)
+
+
 def rank_tensors(source: Checkpoint, tp: int, division: Division) -> list[list[Tensor]]:
     """Returns the tensors of each rank, in the same order on all.
 
@@ -91,7 +102,8 @@ def rank_tensors(source: Checkpoint, tp: int, division: Division) -> list[list[T
       ConfigError: A dimension does not divide.
       CheckpointError: A tensor has no place in SGLang's model.
     """
-    config, view = source.config, source.tensors
+    config = source.config
+    view = {name: _checked(tensor) for name, tensor in source.tensors.items()}
     parameters: list[Parameter | Routed]
     if isinstance(config, ModelConfig):
         if config.vocab_size % _VOCAB_RUN or config.vocab_size % tp:
@@ -139,10 +151,9 @@ def _identify(jobs: Sequence[tuple[Checkpoint, Path]], settings: Job) -> Job:
     }
 
 
-def _division(tp: int, ep: int, layout: str) -> Division:
-    if tp % ep:
-        raise ConfigError(f"--ep {ep} does not divide --tp {tp}")
-    return Division(LAYOUTS[layout], tp // ep, ep)
+def _checked(tensor: Tensor) -> Tensor:
+    """Returns a tensor whose numbers must be finite, unless it is an image's."""
+    return tensor if is_extra(tensor.name) else FiniteTensor(tensor)
 
 
 def _check_division(routed: Routed, division: Division) -> None:

@@ -9,7 +9,6 @@ import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
@@ -17,12 +16,11 @@ from convert import interrupt
 from convert.durable import sync
 from convert.hf_target import file_head, widest_first
 from convert.progress import Reporter
-from convert.rules import is_extra
+from convert.sequential import SequentialFile
 from convert.sglang.pieces import row_size
 from convert.sglang.ranks import PATTERN
 from convert.staging import Staging
-from convert.tensor import DTYPES, Tensor, all_finite
-from ddtree_jax.errors import CheckpointError
+from convert.tensor import Tensor
 
 # Of one rank's tensor at a time, unless a row is larger.
 _STEP_BYTES = 4 * 2**20
@@ -42,7 +40,7 @@ def write_ranks(
       ranks: Tensors of each rank, of the same names and shapes in the same order.
       part_bytes: Bytes of tensors in a file, at most; a larger tensor stands alone.
     """
-    for part, chosen in enumerate(_parts(ranks[0], part_bytes)):
+    for part, chosen in enumerate(part_indices(ranks[0], part_bytes)):
         paths = [
             directory / PATTERN.format(rank=rank, part=part)
             for rank in range(len(ranks))
@@ -59,7 +57,7 @@ def write_ranks(
         staging.journal.note([(key, "")])
 
 
-def _parts(tensors: Sequence[Tensor], part_bytes: int) -> list[list[int]]:
+def part_indices(tensors: Sequence[Tensor], part_bytes: int) -> list[list[int]]:
     """Returns the indices of the tensors of each part, in order."""
     parts: list[list[int]] = []
     room = 0
@@ -77,9 +75,9 @@ def _write_part(
 ) -> None:
     """Writes one file of each rank; they are on disk on return."""
     with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(open(path, "wb")) for path in paths]
+        files = [stack.enter_context(SequentialFile(path)) for path in paths]
         for file, own in zip(files, tensors, strict=True):
-            file.write(file_head(list(own)))
+            file.write(memoryview(file_head(list(own))))
         threads = min(_THREADS, os.cpu_count() or 1)
         pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(threads))
         for held in zip(*tensors, strict=True):
@@ -91,7 +89,7 @@ def _write_part(
                 ]
                 for write in writes:
                     reporter.advance(write.result())
-    sync([*paths, paths[0].parent])
+    sync([paths[0].parent])
 
 
 def _steps(tensor: Tensor) -> Iterator[tuple[int, int]]:
@@ -102,14 +100,9 @@ def _steps(tensor: Tensor) -> Iterator[tuple[int, int]]:
         yield start, min(start + step, tensor.nbytes)
 
 
-def _write_rows(file: BinaryIO, tensor: Tensor, start: int, stop: int) -> int:
+def _write_rows(file: SequentialFile, tensor: Tensor, start: int, stop: int) -> int:
     """Appends some bytes of `tensor` to `file` and returns how many."""
     data = np.empty(stop - start, np.uint8)
     tensor.read_into(memoryview(data), start)
-    if not is_extra(tensor.name) and not all_finite(data.view(DTYPES[tensor.dtype])):
-        raise CheckpointError(
-            f"{tensor.file}: {tensor.name} holds NaN or infinity; expected finite "
-            "numbers"
-        )
-    file.write(data)
+    file.write(memoryview(data))
     return data.nbytes

@@ -131,6 +131,7 @@ def write_full_size(directory: Path) -> tuple[int, int]:
     directory.mkdir()
     config = read_config(TINY)
     config["text_config"] |= TEXT
+    config["vision_config"]["vt_num_attention_heads"] = 16
     (directory / "config.json").write_text(json.dumps(config))
     weight_map, total = {}, 0
     for number, shapes in enumerate(files(), start=1):

@@ -1,9 +1,10 @@
 """Kills conversions, and goes on.
 
-    python -m tests.convert.killing MODE SRC OUT N SEED
+    python -m tests.convert.killing TARGET MODE SRC OUT N SEED
 
 A process of its own, which has imported everything and has started no thread, so
-that each conversion is a fork that begins at once. MODE is one of
+that each conversion is a fork that begins at once. TARGET is ours, hf or sglang; MODE
+is one of
 
     moments   SIGKILL at N random moments of a conversion
     steps     SIGKILL just before one of the calls by which things become durable
@@ -25,32 +26,46 @@ import threading
 import time
 from pathlib import Path
 
-from convert import detect, leaf, ours_target, write
+from convert import detect, dry_run, leaf, ours_target, write
 from convert.__main__ import main
 
 # What `main` imports only when it needs it.
-IMPORTED = (detect, ours_target)
+IMPORTED = (detect, dry_run, ours_target)
+# Files of a part of the checkpoint, so that there is much to go on with.
+EXPORT = ("--part-bytes", "60000", "--to")
+COMMANDS = {
+    "ours": ("hf", ()),
+    "hf": ("export", (*EXPORT, "hf")),
+    "sglang": ("export", (*EXPORT, "sglang", "--tp", "2", "--layout", "raw")),
+}
 HANGS_AFTER_S = 100
-STEPS = ("fsync", "ftruncate", "pwrite", "rename", "unlink", "rmdir", "mkdir")
+WRITES = ("fsync", "ftruncate", "pwrite", "pwritev")
+STEPS = (*WRITES, "rename", "unlink", "rmdir", "mkdir")
 
 
-def convert_once(source: Path, destination: Path, log: Path) -> None:
+def arguments(target: str, source: Path, destination: Path) -> list[str]:
+    """Returns those of the command that makes the target."""
+    command, flags = COMMANDS[target]
+    return [command, str(source), str(destination), *flags]
+
+
+def convert_once(command: list[str], log: Path) -> None:
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
     faulthandler.dump_traceback_later(HANGS_AFTER_S, exit=True)
-    code = main(["hf", str(source), str(destination)])
+    code = main(command)
     sys.stdout.flush()
     os._exit(code)
 
 
-def fork(source: Path, destination: Path, log: Path, before=None) -> int:
+def fork(command: list[str], log: Path, before=None) -> int:
     child = os.fork()
     if child == 0:
         try:
             if before is not None:
                 before()
-            convert_once(source, destination, log)
+            convert_once(command, log)
         finally:
             os._exit(99)
     return child
@@ -129,27 +144,27 @@ class PowerLoss:
             os.truncate(path, length)
 
 
-def count_steps(source: Path, out: Path) -> int:
+def count_steps(command: list[str]) -> int:
     """Returns how many steps an uninterrupted conversion takes."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
         steps = Steps(None)
-        main(["hf", str(source), str(out / "counted")])
+        main(command)
         os.write(write, str(steps.count).encode())
         os._exit(0)
     os.waitpid(child, 0)
     return int(os.read(read, 20))
 
 
-def finish(source: Path, destination: Path, log: Path, expected) -> str:
+def finish(command: list[str], destination: Path, log: Path, expected) -> str:
     """Runs again what was killed, and returns how that went."""
     root = destination.parent / f".{destination.name}.converting"
     if destination.exists():
         assert tree(destination) == expected, "what was there is not whole"
         return "whole"
     assert root.exists() or not list(destination.parent.glob(".dst*"))
-    status = os.waitpid(fork(source, destination, log), 0)[1]
+    status = os.waitpid(fork(command, log), 0)[1]
     text = log.read_text()
     assert status == 0, text
     assert "Traceback" not in text and "error" not in text, text
@@ -169,7 +184,7 @@ def step_to_kill_at(number: int, count: int, total: int) -> int:
     return (total - 1) * number // count
 
 
-def run(mode: str, source: Path, out: Path, count: int, seed: int) -> None:
+def run(target: str, mode: str, source: Path, out: Path, count: int, seed: int) -> None:
     # Small slabs, each noted at once, so that there are many moments to be killed at.
     leaf.MAX_CHUNK_BYTES = 2**17
     write.MAX_UNNOTED_BYTES = 1
@@ -177,28 +192,31 @@ def run(mode: str, source: Path, out: Path, count: int, seed: int) -> None:
     log = out / "log"
     for name in ("first", "uninterrupted"):  # the first one also warms caches
         begin = time.monotonic()
-        status = os.waitpid(fork(source, out / name, log), 0)[1]
+        command = arguments(target, source, out / name)
+        status = os.waitpid(fork(command, log), 0)[1]
         duration = time.monotonic() - begin
         assert status == 0, log.read_text()
     expected = tree(out / "uninterrupted")
-    total = count_steps(source, out) if mode != "moments" else 0
+    counted = arguments(target, source, out / "counted")
+    total = count_steps(counted) if mode != "moments" else 0
     for number in range(count):
         destination = out / str(number) / "dst"
         destination.parent.mkdir()
+        command = arguments(target, source, destination)
         if mode == "moments":
             where = choose.uniform(0, 1.05 * duration)
-            child = fork(source, destination, log)
+            child = fork(command, log)
             time.sleep(where)
             os.kill(child, signal.SIGKILL)
         else:
             where = step_to_kill_at(number, count, total)
             root = destination.parent / ".dst.converting"
             act = PowerLoss(root) if mode == "power" else nothing
-            child = fork(source, destination, log, lambda a=act, w=where: Steps(w, a))
+            child = fork(command, log, lambda a=act, w=where: Steps(w, a))
         os.waitpid(child, 0)
-        print(f"{where:.3f} {finish(source, destination, log, expected)}", flush=True)
+        print(f"{where:.3f} {finish(command, destination, log, expected)}", flush=True)
 
 
 if __name__ == "__main__":
-    mode, source, out, count, seed = sys.argv[1:]
-    run(mode, Path(source), Path(out), int(count), int(seed))
+    target, mode, source, out, count, seed = sys.argv[1:]
+    run(target, mode, Path(source), Path(out), int(count), int(seed))

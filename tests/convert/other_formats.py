@@ -24,6 +24,27 @@ FP8_CONFIG = {
     "quant_method": "fp8",
     "weight_block_size": [128, 128],
 }
+FP8_BLOCK_CONFIG = {
+    "config_groups": {
+        "group_0": {
+            "input_activations": {"dynamic": True, "num_bits": 8, "type": "float"},
+            "output_activations": None,
+            "targets": ["Linear"],
+            "weights": {
+                "block_structure": [128, 128],
+                "dynamic": False,
+                "num_bits": 8,
+                "strategy": "block",
+                "symmetric": True,
+                "type": "float",
+            },
+        }
+    },
+    "format": "float-quantized",
+    "ignore": ["lm_head"],
+    "quant_method": "compressed-tensors",
+    "quantization_status": "compressed",
+}
 GPTQ_CONFIG = {
     "quant_method": "gptq",
     "bits": 4,
@@ -149,3 +170,13 @@ def to_fp8(
         out[f"{base}.{part}"] = raw(scale)
         means[f"{base}.weight"] = mean
     return out, means
+
+
+def own_rule(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns words and scales of a bfloat16 weight, in ml_dtypes' own arithmetic."""
+    groups = weight.reshape(len(weight), -1, 32)
+    scale = np.abs(groups).max(axis=-1) / BF16.type(7.5)
+    quotient = groups / scale[..., None]
+    assert quotient.dtype == scale.dtype == BF16
+    q = np.clip(np.rint(quotient.astype(np.float64)), -8, 7).astype(np.int64)
+    return words(q.reshape(weight.shape)), scale

@@ -332,10 +332,21 @@ PACK = {"marlin": marlin, "raw": gptq, "triton": triton}
 SCALES = {"marlin": marlin_scales, "raw": _same, "triton": np.transpose}
 
 
+TORCH_NAMES = {"BF16": "torch.bfloat16", "F32": "torch.float32", "I32": "torch.int32"}
+
+
 def presharded(
-    directory: Path, ranks: list[dict[str, Raw]], *, extra: bool = True
+    directory: Path,
+    ranks: list[dict[str, Raw]],
+    *,
+    extra: bool = True,
+    made=hashlib.sha1,
 ) -> Path:
-    """Writes a model directory with a presharded dump, and returns the dump."""
+    """Writes a model directory with a presharded dump, and returns the dump.
+
+    Args:
+      made: The hash of the contents, by which SGLang calls them.
+    """
     dump = directory / "presharded" / f"TP-{len(ranks)}-sig-0123456789abcdef"
     dump.mkdir(parents=True)
     held: dict[str, tuple[Raw, list[tuple[int, str, bool]]]] = {}
@@ -345,8 +356,8 @@ def presharded(
             w_kc = raw(np.full((2, 4), rank, BF16))
             named.append(("model.layers.0.self_attn.w_kc", w_kc, True))
         for name, tensor, is_extra in named:
-            text = f"{tensor.shape}{tensor.dtype}".encode()
-            key = hashlib.blake2b(text + tensor.data, digest_size=16).hexdigest()
+            text = str(tensor.shape) + TORCH_NAMES[tensor.dtype]
+            key = made(text.encode() + tensor.data).hexdigest()
             held.setdefault(key, (tensor, []))[1].append((rank, name, is_extra))
     files: dict[str, dict[str, Raw]] = {}
     reads: dict[str, list[dict]] = {str(rank): [] for rank in range(len(ranks))}

@@ -32,10 +32,21 @@ def test_disk_that_is_too_small(capsys, tmp_path):
     )
 
 
-@pytest.mark.parametrize("parent", ["/proc/nowhere", "file"])
-def test_place_that_cannot_be_written(tmp_path, parent):
+TO_SGLANG = ("--to", "sglang", "--tp", "1", "--layout", "raw")
+
+
+@pytest.mark.parametrize(
+    ("parent", "command"),
+    [
+        ("file", ("hf",)),
+        ("/proc/nowhere", ("hf",)),
+        ("/proc/nowhere", ("export", "--to", "hf")),
+        ("/proc/nowhere", ("export", *TO_SGLANG)),
+    ],
+)
+def test_place_that_cannot_be_written(tmp_path, parent, command):
     (tmp_path / "file").write_text("")
-    done = shell("hf", TINY, tmp_path / parent / "dst")
+    done = shell(command[0], TINY, tmp_path / parent / "dst", *command[1:])
     assert done.returncode == 1
     assert done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
 
@@ -151,12 +162,30 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
 STATED_RSS_BYTES = 10**9
 
 
+def write_wide(directory: Path, experts: int) -> int:
+    """Writes a few layers of the real widths, and returns their bytes."""
+    sizes = {"hidden_size": 7168, "moe_intermediate_size": 2048}
+    return write_sparse(directory, wide_config(**sizes, n_routed_experts=experts))
+
+
 @pytest.mark.slow
 def test_memory_of_the_real_chunks(tmp_path):
-    config = wide_config(
-        hidden_size=7168, moe_intermediate_size=2048, n_routed_experts=64
-    )
-    size = write_sparse(tmp_path / "src", config)
-    assert size > 4 * STATED_RSS_BYTES
+    assert write_wide(tmp_path / "src", 64) > 4 * STATED_RSS_BYTES
     peak, done = run_with_peak("hf", tmp_path / "src", tmp_path / "dst")
     assert done.returncode == 0 and 4 * 10**8 < peak < STATED_RSS_BYTES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", [("--to", "hf"), TO_SGLANG], ids=["hf", "sglang"])
+def test_memory_of_exports_and_back(tmp_path, to):
+    assert write_wide(tmp_path / "src", 32) > 2 * STATED_RSS_BYTES
+    made = tmp_path / "dst"
+    back = "sglang" if "sglang" in to else "hf"
+    for arguments in (
+        ("export", tmp_path / "src", made, *to),
+        (back, made, tmp_path / "ours"),
+        ("verify", tmp_path / "ours", made),
+    ):
+        peak, done = run_with_peak(*arguments)
+        assert done.returncode == 0, done.stderr
+        assert peak < STATED_RSS_BYTES, (arguments, peak)

@@ -1,6 +1,7 @@
 """A dry run checks all of the real model's 208,550 tensors, and writes nothing."""
 
 import math
+import re
 import shutil
 import time
 from pathlib import Path
@@ -24,7 +25,7 @@ from tests.convert.full_size import (
     write_full_size,
     write_holes,
 )
-from tests.convert.support import DTYPES, TINY, TINY_DRAFT
+from tests.convert.support import DTYPES, TINY, TINY_DRAFT, read_file
 
 MAX_SECONDS = 60
 MAX_RSS_BYTES = 2**30
@@ -42,6 +43,8 @@ REPLICATED = sum(
     )
 )
 IMAGE_BYTES = 942_287_840
+# What SGLang keeps of the text model on each of eight ranks, and of the image path.
+RANK_TENSORS, IMAGE_TENSORS = 1_093, 335
 DEVICE_BYTES = (NBYTES - IMAGE_BYTES - SHAPES_BYTES - REPLICATED) // 8 + REPLICATED
 
 
@@ -158,3 +161,65 @@ def test_a_disk_that_is_too_small(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("shutil.disk_usage", {tmp_path: usage}.get)
     match = f"{tmp_path} has 4860543 bytes free; expected at least 4860544"
     refused(capsys, match, "hf", TINY, tmp_path / "dst", "--dry-run")
+
+
+EXPORTS = {
+    "hf": ("--to", "hf", "--part-bytes", "900000"),
+    "raw": ("--to", "sglang", "--tp", "2", "--layout", "raw"),
+    "groups": ("--to", "sglang", "--tp", "2", "--ep", "2", "--layout", "triton"),
+    "parts": ("--to", "sglang", "--tp", "1", "--layout", "raw", "--part-bytes", "9000"),
+}
+
+
+@pytest.mark.parametrize("flags", EXPORTS.values(), ids=list(EXPORTS))
+def test_an_export_is_as_its_dry_run_says(capsys, converted, tmp_path, flags):
+    """With the drafter that goes along."""
+    export = ("export", converted, tmp_path / "dst", *flags)
+    code, out, err = run(capsys, *export, "--dry-run")
+    assert code == 0 and err == "" and list(tmp_path.iterdir()) == []
+    stated = [re.search(r"(\d+) files?(?: each|, at most (\d+))", line)
+              for line in out.splitlines() if line.startswith("  to ")]  # fmt: skip
+    assert out.count("nothing is lost") == 2
+    assert run(capsys, *export)[0] == 0
+    total, ranks = 0, int(flags[3]) if "--tp" in flags else 1
+    for match, place in zip(stated, (".", "draft"), strict=True):
+        found = [*map(read_file, (tmp_path / "dst" / place).glob("*.safetensors"))]
+        assert match is not None and int(match[1]) * ranks == len(found)
+        sizes = [sum(len(t.data) for t in tensors.values()) for tensors in found]
+        assert match[2] is None or int(match[2]) == max(sizes)
+        total += sum(sizes)
+    assert f"{tmp_path}/dst: {total} bytes to write, " in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "match"),
+    [
+        (("--to", "sglang", "--tp", "3"), "vocab_size 512 does not divide"),
+        (("--to", "sglang", "--tp", "4", "--ep", "3"), "--ep 3 does not divide --tp 4"),
+    ],
+)
+def test_an_export_that_would_be_refused(capsys, tmp_path, flags, match):
+    export = ("export", TINY, tmp_path / "dst", *flags, "--dry-run")
+    refused(capsys, match, *export)
+
+
+@pytest.mark.parametrize("to", [("hf",), ("sglang", "--tp", "1", "--layout", "raw")])
+def test_where_an_export_would_be_refused(capsys, monkeypatch, tmp_path, to):
+    export = ("export", TINY, tmp_path / "dst", "--to", *to, "--dry-run")
+    inside = ("export", TINY, TINY / "dst", "--to", *to, "--dry-run")
+    refused(capsys, "lies in the source", *inside)
+    (tmp_path / "dst").mkdir()
+    refused(capsys, "dst exists; expected", *export)
+    (tmp_path / "dst").rmdir()
+    usage = shutil.disk_usage(tmp_path)._replace(free=1)
+    monkeypatch.setattr("shutil.disk_usage", {tmp_path: usage}.get)
+    refused(capsys, f"{tmp_path} has 1 bytes free; expected at least", *export)
+
+
+def test_the_real_model_on_eight_ranks(full_size, tmp_path):
+    flags = ("--to", "sglang", "--tp", "8", "--dry-run")
+    peak, done = run_with_peak("export", full_size, tmp_path / "dst", *flags)
+    assert (
+        f"marlin, tp 8, ep 1: {RANK_TENSORS + IMAGE_TENSORS} tensors, "
+    ) in done.stdout, done.stderr
+    assert peak < MAX_RSS_BYTES and not (tmp_path / "dst").exists()

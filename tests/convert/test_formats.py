@@ -21,15 +21,16 @@ from tests.convert.other_formats import (
     BF16,
     DENSE,
     EXPERT,
+    FP8_BLOCK_CONFIG,
     FP8_CONFIG,
     GPTQ_CONFIG,
     bases,
     multiplied_out,
+    own_rule,
     to_bfloat16,
     to_fp8,
     to_gptq,
     to_int4,
-    words,
 )
 from tests.convert.support import (
     TINY_DRAFT,
@@ -153,16 +154,6 @@ def test_fp8_with_int4_experts(capsys, tmp_path, tensors, config, part, dtype):
     assert line.startswith(f"{len(means)} weights (") and "FP8 in blocks" in line
 
 
-def own_rule(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns words and scales of a bfloat16 weight, in ml_dtypes' own arithmetic."""
-    groups = weight.reshape(len(weight), -1, 32)
-    scale = np.abs(groups).max(axis=-1) / BF16.type(7.5)
-    quotient = groups / scale[..., None]
-    assert quotient.dtype == scale.dtype == BF16
-    q = np.clip(np.rint(quotient.astype(np.float64)), -8, 7).astype(np.int64)
-    return words(q.reshape(weight.shape)), scale
-
-
 def check_quantised(found: dict[str, Raw], weights: dict[str, np.ndarray]) -> None:
     for name, weight in weights.items():
         packed, scale = own_rule(weight)
@@ -196,13 +187,19 @@ def test_bfloat16_experts(capsys, tmp_path, tensors, config, stated):
     assert read_quantisation(back).schemes == ("INT4 pack-quantized",)
 
 
-def test_fp8_everywhere(capsys, tmp_path, tensors, config):
+@pytest.mark.parametrize(
+    ("stated", "part", "dtype"),
+    [
+        (FP8_CONFIG, "weight_scale_inv", np.float32),
+        (FP8_BLOCK_CONFIG, "weight_scale", BF16),
+    ],
+    ids=["DeepSeek", "FP8_BLOCK"],
+)
+def test_fp8_everywhere(capsys, tmp_path, tensors, config, stated, part, dtype):
     """K2-Instruct: every projection in FP8; the engine loads what becomes of it."""
     everything = re.compile(rf"{DENSE.pattern}|{EXPERT.pattern}")
-    fp8, means = to_fp8(to_bfloat16(tensors), everything)
-    source = write_checkpoint(
-        tmp_path / "fp8", fp8, quantised_config(config, FP8_CONFIG)
-    )
+    fp8, means = to_fp8(to_bfloat16(tensors), everything, part=part, dtype=dtype)
+    source = write_checkpoint(tmp_path / "fp8", fp8, quantised_config(config, stated))
     command_refused(
         capsys, "is F8_E4M3; expected INT4, or the", "hf", source, tmp_path / "no"
     )

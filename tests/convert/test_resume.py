@@ -4,8 +4,6 @@ import errno
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -18,46 +16,9 @@ from convert.hf_source import open_hf
 from convert.journal import Journal
 from convert.leaf import Leaf
 from convert.plan import make_plan
-from tests.convert.command import ROOT, refused, run, shell
+from tests.convert.command import refused, run, shell
 from tests.convert.killing import tree
-from tests.convert.support import TINY, write_checkpoint
-
-# Kills in the usual tests, and in the slow ones.
-KILLS = {"moments": (3, 50), "steps": (4, 60), "power": (4, 60)}
-
-
-@pytest.fixture
-def source(tmp_path, tensors, config) -> Path:
-    """The tiny checkpoint with less of its many small tensors, for speed."""
-    few = {n: t for n, t in tensors.items() if "vision_tower" not in n}
-    return write_checkpoint(tmp_path / "src", few, config)
-
-
-def killed(mode: str, source: Path, out: Path, count: int, seed: int) -> Counter:
-    out.mkdir()
-    command = ["-m", "tests.convert.killing", mode, source, out, str(count), str(seed)]
-    done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    lines = [line.partition(" ")[2] for line in done.stdout.splitlines()]
-    found = Counter(line for line in lines if "bytes written" not in line)
-    assert found.total() == count
-    assert found.keys() <= {"whole", "went on", "began anew"}
-    return found
-
-
-@pytest.mark.parametrize("mode", KILLS)
-def test_killed_run_is_resumed(source, tmp_path, mode):
-    found = killed(mode, source, tmp_path / "out", KILLS[mode][0], 0)
-    assert found["went on"] or mode == "moments"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", KILLS)
-def test_killed_run_is_resumed_at_many_moments(source, tmp_path, mode):
-    found = killed(mode, source, tmp_path / "out", KILLS[mode][1], 1)
-    assert found["went on"] >= KILLS[mode][1] // 4, found
+from tests.convert.support import TINY
 
 
 @pytest.fixture
@@ -83,11 +44,11 @@ class Failing:
 
         return read
 
-    def write(self, path, memory, nbytes):
+    def write(self, path, parts, nbytes):
         self.after -= 1
         if self.error is not None and self.after < 0:
             raise OSError(self.error, os.strerror(self.error), str(path))
-        self._write(path, memory, nbytes)
+        self._write(path, parts, nbytes)
 
 
 # A packed array of the tiny checkpoint has as many slabs.

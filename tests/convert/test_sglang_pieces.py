@@ -7,17 +7,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from convert.safetensors_file import FileTensor
 from convert.sglang import pieces
 from convert.sglang.cache import BlockCache
 from convert.sglang.pieces import (
     RowRange,
     Rows,
+    Same,
     join_columns,
     read_rows,
     same,
     take_columns,
 )
-from convert.tensor import DerivedTensor, read_array
+from convert.tensor import DerivedTensor, FiniteTensor, read_array
 from ddtree_jax.errors import CheckpointError
 
 NOISE = np.random.default_rng(0)
@@ -105,6 +107,12 @@ def test_every_byte_of_a_copy_is_compared(monkeypatch, at):
 def test_what_lies_in_one_place_is_one_copy():
     tensor = Held(words(4))
     assert same([tensor, tensor]) is tensor
+    stored = [
+        FileTensor("w", Path("f"), "I32", (4,), begin, 16) for begin in (8, 8, 24)
+    ]
+    checked = [FiniteTensor(tensor) for tensor in stored]
+    assert same(checked[:2]) is checked[1]
+    assert same(checked) == Same((checked[1], checked[2]))
 
 
 def test_the_cache_keeps_what_was_used_last():

@@ -120,6 +120,11 @@ def flipped(tensor: Raw, at: int = 0) -> Raw:
     return dataclasses.replace(tensor, data=bytes(data))
 
 
+def infinite(tensor: Raw) -> Raw:
+    """Returns a tensor of bfloat16 or float32 whose last number is none."""
+    return dataclasses.replace(tensor, data=tensor.data[:-2] + b"\x80\x7f")
+
+
 def replaced(name: str, tensor_of):
     def change(tensors):
         tensors[name] = tensor_of(tensors[name])
@@ -151,6 +156,38 @@ def test_copies_that_differ(tmp_path, hf, saved, name, rank, first):
         directory,
         rf"{path}: {name} differs from its copy in model-rank-{first}-part-0",
     )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        f"{LM}layers.1.mlp.experts.w13_weight_scale",
+        f"{LM}layers.1.mlp.experts.w2_weight_scale",
+        f"{LM}layers.0.self_attn.q_b_proj.weight",
+        f"{LM}layers.0.self_attn.o_proj.weight",
+        f"{LM}layers.1.mlp.gate.e_score_correction_bias",
+    ],
+)
+@pytest.mark.parametrize("to", ["ours", "hf", "sglang"])
+def test_numbers_that_are_not_finite(tmp_path, capsys, hf, name, to):
+    """The file that holds them is named, and not that of the first rank."""
+    directory = save(tmp_path / "s", hf, Saved(tp=4))
+    edit(directory, 2, replaced(name, infinite))
+    export = ("export", directory, tmp_path / "d", "--to")
+    command = {
+        "ours": ("sglang", directory, tmp_path / "d"),
+        "hf": (*export, "hf"),
+        "sglang": (*export, "sglang", "--tp", "2"),
+    }[to]
+    file = directory / "model-rank-2-part-0.safetensors"
+    refused(capsys, f"{file}: {name} holds NaN or infinity", *command)
+    assert not (tmp_path / "d").exists()
+
+
+def test_image_numbers_that_are_not_finite_are_carried(tmp_path, hf):
+    name = "mm_projector.pre_norm.bias"
+    bad = hf | {name: infinite(hf[name])}
+    check_equal(save(tmp_path / "s", bad, Saved(tp=4)), bad)
 
 
 @pytest.mark.parametrize("key", ["w13_weight_packed", "w2_weight_scale"])
@@ -442,7 +479,7 @@ class TestPresharded:
     def test_is_the_view(self, dump, hf):
         check_equal(dump, hf)
         check_equal(dump.parents[1], hf)
-        assert "not verified" in open_sglang(dump).format
+        assert open_sglang(dump).format == "SGLang presharded of 4 ranks"
 
     def test_beside_the_weights_it_was_made_from(self, dump, hf):
         model = dump.parents[1]

@@ -20,7 +20,7 @@ from convert.staging import staged
 from convert.tensor import DerivedTensor
 from convert.verify import verify
 from ddtree_jax.errors import CheckpointError, ConfigError
-from tests.convert.command import ROOT, refused, run
+from tests.convert.command import ROOT, refused, run, shell
 from tests.convert.sglang_fixture import (
     BF16,
     LM,
@@ -303,9 +303,19 @@ def test_values_that_are_not_finite(tmp_path, hf):
     scale[5, 3] = np.inf
     spoilt = hf | {name: Raw("BF16", scale.shape, scale.tobytes())}
     directory = write_checkpoint(tmp_path / "hf", spoilt, config())
-    with pytest.raises(CheckpointError, match="w2_weight_scale holds NaN or infinity"):
+    file = next(f for f in directory.glob("*.safetensors") if name in read_file(f))
+    with pytest.raises(CheckpointError, match=f"^{file}: {name} holds NaN or infinity"):
         export(directory, tmp_path / "s", tp=4)
     assert {path.name for path in tmp_path.iterdir()} == {"hf"}
+
+
+def test_disk_that_is_full(tmp_path, source):
+    flags = ("--to", "sglang", "--tp", "2")
+    limit = "ulimit -f 300"
+    done = shell("export", source, tmp_path / "s", *flags, limit=limit)
+    assert done.returncode == 1, done.stderr
+    assert "model-rank-" in done.stderr and "not written: File too la" in done.stderr
+    assert "Traceback" not in done.stderr and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

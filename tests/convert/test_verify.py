@@ -1,7 +1,9 @@
 """`verify` finds every difference there can be, names it, and finds no other."""
 
 import json
+import os
 import shutil
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -53,6 +55,41 @@ def test_equal(capsys, converted, tensors):
     assert "72 arrays" in out and "5 files hashed" in out
     assert f"{converted / 'draft'} not compared: only one of the two" in out
     assert f"{len(tensors)} tensors, {total} bytes" in same(capsys, TINY, converted)
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_our_arrays_are_read_once(capsys, monkeypatch, converted, ours_first):
+    """For the comparison and for the manifest's hashes together."""
+    read, counted = os.preadv, Counter()
+
+    def counting(descriptor, buffers, at):
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        got = read(descriptor, buffers, at)
+        counted["ours" if path.startswith(str(converted)) else "theirs"] += got
+        return got
+
+    monkeypatch.setattr(os, "preadv", counting)
+    pair = (converted, TINY) if ours_first else (TINY, converted)
+    same(capsys, *pair)
+    manifest = json.loads((converted / "manifest.json").read_text())
+    assert counted["ours"] == manifest["total_bytes"]
+
+
+def test_what_is_not_compared_is_hashed(capsys, written, converted, copy, tensors):
+    """Arrays of which the other checkpoint has only some tensors, or none."""
+    few = {n: t for n, t in tensors.items() if "vision_tower" not in n}
+    few |= {
+        SCALE: raw(np.zeros((1, *tensors[SCALE].shape), tensors[SCALE].array().dtype))
+    }
+    (line,) = different(capsys, converted, written(few))[:1]
+    assert "shape or dtype" in line
+    for chunk in ("extra/vision_tower.patch_embed.proj.bias/c/0",
+                  "params/moe.experts.down.scale/c/2/0/0/4"):  # fmt: skip
+        data = bytearray((copy / chunk).read_bytes())
+        data[0] ^= 1
+        (copy / chunk).write_bytes(data)
+    line = different(capsys, copy, written(few))[0]
+    assert "! 2 arrays not as the manifest says: moe/experts/down/scale" in line
 
 
 def test_drafters(capsys, tmp_path, converted):
