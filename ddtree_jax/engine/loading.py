@@ -17,6 +17,7 @@ from ddtree_jax.hf_config import check_draft_fits
 from ddtree_jax.mesh import make_mesh
 from ddtree_jax.model.params import DFlash
 from ddtree_jax.model.restore import restore_draft, restore_target
+from ddtree_jax.model.tiling import for_devices
 from ddtree_jax.spec import Params
 
 _SMALL_CHUNK = 32  # a short prompt need not pay for the largest chunk
@@ -45,6 +46,7 @@ def load_runner(config: EngineConfig) -> Loaded:
     model_config, target = restore_target(
         config.model, mesh, dtype=dtype, latent_norm_eps=config.latent_norm_eps
     )
+    target = for_devices(target, model_config, mesh, dtype)
     max_context_len = _max_context_len(config, model_config.max_position_embeddings)
     draft_config, draft = _restore_draft(config, mesh, dtype)
     if draft_config is not None:

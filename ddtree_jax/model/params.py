@@ -9,6 +9,7 @@ Does not know about Hugging Face tensor names, files, or what is computed.
 """
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,9 @@ from ddtree_jax.errors import ConfigError
 from ddtree_jax.mesh import named_sharding, partition_spec
 from ddtree_jax.quant import GROUP_SIZE, NIBBLES_PER_WORD, Int4Weight
 
+if TYPE_CHECKING:
+    from ddtree_jax.pallas import Int4Tiles
+
 type Axes = tuple[str | None, ...]
 
 
@@ -29,17 +33,28 @@ def _param(shape: tuple[int, ...], axes: Axes, dtype=jnp.bfloat16) -> nnx.Param:
 
 
 class Int4Param(nnx.Module):
-    """An INT4 weight `[lead…, out, in]` as its two stored arrays."""
+    """An INT4 weight `[lead…, out, in]` as its two stored arrays.
+
+    Attributes:
+      in_tiles: Whether each device's part is in the order of the kernels, as
+        `Int4Tiles`; otherwise it is canonical, as in checkpoints.
+    """
 
     def __init__(self, shape: tuple[int, ...], axes: Axes):
         *lead, inputs = shape
+        self.in_tiles = False
         self.packed = _param((*lead, inputs // NIBBLES_PER_WORD), axes, jnp.int32)
         self.scale = _param((*lead, inputs // GROUP_SIZE), axes)
 
     @property
-    def weight(self) -> Int4Weight:
+    def weight(self) -> "Int4Weight | Int4Tiles":
         """The pair as one value."""
-        return Int4Weight(self.packed[...], self.scale[...])
+        if not self.in_tiles:
+            return Int4Weight(self.packed[...], self.scale[...])
+        # Not above: the converter starts seconds sooner without the kernels.
+        from ddtree_jax.pallas import Int4Tiles
+
+        return Int4Tiles(self.packed[...], self.scale[...])
 
 
 class Mlp(nnx.Module):

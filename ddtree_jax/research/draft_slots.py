@@ -17,11 +17,10 @@ from ddtree_jax.errors import EngineError
 from ddtree_jax.mesh import TENSOR
 from ddtree_jax.model.draft import draft_hidden
 from ddtree_jax.model.layers import head_logits
-from ddtree_jax.model.params import DFlash, KimiK2, partition_specs
 from ddtree_jax.model.transformer import forward
 from ddtree_jax.research.decode import Decoder
 from ddtree_jax.research.shapes import Shape, step_of
-from ddtree_jax.spec import Params, SpecState
+from ddtree_jax.spec import Params, SpecState, param_specs
 from ddtree_jax.spec.tree import chain, chain_bits
 
 DEFINITION = (
@@ -83,16 +82,19 @@ def make_probe(decoder: Decoder) -> Callable[..., Probe]:
         loss, rank = _against(head_logits(head, hidden), future)
         return Probe(loss, rank, _entropy(head_logits(head, out.hidden))[:, 0])
 
-    params = Params(partition_specs(KimiK2(c)), partition_specs(DFlash(dc)))
-    state = jax.tree.map(lambda leaf: leaf.sharding.spec, decoder.abstract)
+    state_specs = jax.tree.map(lambda leaf: leaf.sharding.spec, decoder.abstract)
     everywhere = PartitionSpec()
-    mapped = jax.shard_map(
-        body,
-        mesh=mesh,
-        in_specs=(params, state, everywhere),
-        out_specs=everywhere,
-        check_vma=False,
-    )
+
+    def mapped(params: Params, state: SpecState, future: Array):
+        run = jax.shard_map(
+            body,
+            mesh=mesh,
+            in_specs=(param_specs(params), state_specs, everywhere),
+            out_specs=everywhere,
+            check_vma=False,
+        )
+        return run(params, state, future)
+
     return jax.jit(mapped)
 
 

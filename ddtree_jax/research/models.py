@@ -13,6 +13,7 @@ from ddtree_jax.errors import ConfigError
 from ddtree_jax.hf_config import check_draft_fits, read_stop_token_ids
 from ddtree_jax.mesh import make_mesh
 from ddtree_jax.model.restore import restore_draft, restore_target
+from ddtree_jax.model.tiling import for_devices
 from ddtree_jax.spec import Params
 
 type DtypeName = Literal["bfloat16", "float32"]
@@ -52,6 +53,7 @@ def load_models(
         jax.config.update("jax_default_matmul_precision", "highest")
     mesh = make_mesh(devices)
     config, target = restore_target(directory, mesh, dtype=jnp.dtype(dtype))
+    target = for_devices(target, config, mesh, jnp.dtype(dtype))
     draft_config, draft = restore_draft(
         directory / "draft", mesh, dtype=jnp.dtype(dtype), rope_amplitude=rope_amplitude
     )

@@ -13,7 +13,7 @@ from ddtree_jax.spec.state import (
     abstract_state,
     init_state,
 )
-from ddtree_jax.spec.step import make_prefill, make_step
+from ddtree_jax.spec.step import make_prefill, make_step, param_specs
 
 __all__ = [
     "Assignment",
@@ -26,5 +26,6 @@ __all__ = [
     "init_state",
     "make_prefill",
     "make_step",
+    "param_specs",
     "release",
 ]

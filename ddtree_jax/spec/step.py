@@ -18,7 +18,7 @@ from ddtree_jax.mesh import TENSOR, partition_spec
 from ddtree_jax.model.cache import LatentCache, commit_rows
 from ddtree_jax.model.draft import context_rows, draft_hidden
 from ddtree_jax.model.layers import head_logits
-from ddtree_jax.model.params import DFlash, KimiK2, partition_specs
+from ddtree_jax.model.params import partition_specs
 from ddtree_jax.model.transformer import Output, forward
 from ddtree_jax.pallas import pack_bits
 from ddtree_jax.spec.accept import walk
@@ -58,7 +58,7 @@ def make_step(
     body = partial(
         _step, c=config, dc=draft_config, num_nodes=num_nodes, build_tree=build_tree
     )
-    return _compile(body, config, draft_config, mesh, extra_inputs=0)
+    return _compile(body, draft_config, mesh)
 
 
 def make_prefill(
@@ -71,27 +71,38 @@ def make_prefill(
     the result holds that token; `num_tokens` is 0 after the others.
     """
     body = partial(_prefill, c=config, dc=draft_config)
-    return _compile(body, config, draft_config, mesh, extra_inputs=4)
+    return _compile(body, draft_config, mesh)
 
 
-def _compile(body, c: ModelConfig, dc: DraftConfig | None, mesh: Mesh, extra_inputs):
-    params = Params(
-        target=partition_specs(KimiK2(c)),
-        draft=None if dc is None else partition_specs(DFlash(dc)),
-    )
-    state = jax.tree.map(
+def param_specs(params: Params) -> Params:
+    """Returns a PartitionSpec for every parameter.
+
+    From the parameters and not from their configuration, since they know in what order
+    their experts are.
+    """
+    draft = None if params.draft is None else partition_specs(params.draft)
+    return Params(partition_specs(params.target), draft)
+
+
+def _compile(body, dc: DraftConfig | None, mesh: Mesh):
+    state_specs = jax.tree.map(
         partition_spec,
         state_axes(with_draft=dc is not None),
         is_leaf=lambda axes: type(axes) is tuple,
     )
     everywhere = PartitionSpec()
-    mapped = jax.shard_map(
-        body,
-        mesh=mesh,
-        in_specs=(params, state, *[everywhere] * extra_inputs),
-        out_specs=(state, everywhere),
-        check_vma=False,
-    )
+
+    def mapped(params: Params, state: SpecState, *inputs: Array):
+        specs = param_specs(params)
+        run = jax.shard_map(
+            body,
+            mesh=mesh,
+            in_specs=(specs, state_specs, *[everywhere] * len(inputs)),
+            out_specs=(state_specs, everywhere),
+            check_vma=False,
+        )
+        return run(params, state, *inputs)
+
     return jax.jit(mapped, donate_argnums=1)
 
 

@@ -239,8 +239,11 @@ def test_grouped_refuses_a_broken_weight(name):
         grouped(a._replace(**{name: broken}))
 
 
-def test_grouped_pallas_is_refused():
-    with pytest.raises(NotImplementedError) as error:
+def test_grouped_pallas_wants_tiles():
+    message = (
+        "int4_grouped_swiglu: implementation 'pallas' expects weights in tiles, as "
+        "`to_tiles` makes them"
+    )
+    with pytest.raises(ValueError) as error:
         grouped(make(CASE, uneven()), "pallas")
-    message = "int4_grouped_swiglu: no 'pallas' implementation; available: reference"
     assert str(error.value) == message

@@ -85,9 +85,12 @@ def test_dense_refuses_a_broken_weight():
         dense(jnp.zeros((1, 96)), broken)
 
 
-def test_dense_pallas_is_refused():
+def test_dense_pallas_wants_tiles():
     weight = random_int4(np.random.default_rng(3), (5, 96))
-    with pytest.raises(NotImplementedError) as error:
+    message = (
+        "int4_matmul: implementation 'pallas' expects weights in tiles, as `to_tiles` "
+        "makes them"
+    )
+    with pytest.raises(ValueError) as error:
         dense(jnp.zeros((1, 96)), weight, implementation="pallas")
-    message = "int4_matmul: no 'pallas' implementation; available: reference"
     assert str(error.value) == message

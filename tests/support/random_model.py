@@ -77,6 +77,15 @@ DRAFT = DraftConfig(
 )
 
 
+def gpu_configs() -> tuple[ModelConfig, DraftConfig]:
+    """Returns configurations of the smallest models that the GPU kernels take."""
+    sizes = {"hidden_size": 512, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    return (
+        dataclasses.replace(TARGET, **sizes),
+        dataclasses.replace(DRAFT, hidden_size=512),
+    )
+
+
 def random_tiny(mesh: Mesh, *, vocab_size: int = 32) -> Tiny:
     """Returns both models with random weights, in float32 on `mesh`."""
     config = dataclasses.replace(TARGET, vocab_size=vocab_size)

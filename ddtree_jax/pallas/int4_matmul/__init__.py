@@ -1,23 +1,45 @@
 """Products with INT4 weights, dense and grouped by expert: the checked entries."""
 
+from collections.abc import Callable, Mapping
+
+from jax import lax
+
 from ddtree_jax.arrays import F32, I32, Array, Float
 from ddtree_jax.pallas.checks import check_ranks, check_shapes
+from ddtree_jax.pallas.device import compute_capability
+from ddtree_jax.pallas.int4_matmul.kernel import (
+    int4_grouped_swiglu_pallas,
+    int4_matmul_pallas,
+    unsupported_dense,
+    unsupported_grouped,
+)
 from ddtree_jax.pallas.int4_matmul.reference import (
     int4_grouped_swiglu_reference,
     int4_matmul_reference,
 )
+from ddtree_jax.pallas.int4_matmul.tiles import Int4Tiles, from_tiles, to_tiles
 from ddtree_jax.pallas.select import Implementation, select
 from ddtree_jax.quant import Int4Weight
 
-__all__ = ["int4_grouped_swiglu", "int4_matmul"]
+__all__ = [
+    "Int4Tiles",
+    "from_tiles",
+    "int4_grouped_swiglu",
+    "int4_matmul",
+    "to_tiles",
+    "unsupported_grouped",
+]
 
-_DENSE = {"reference": int4_matmul_reference}
-_GROUPED = {"reference": int4_grouped_swiglu_reference}
+_DENSE = {"pallas": int4_matmul_pallas, "reference": int4_matmul_reference}
+_GROUPED = {
+    "pallas": int4_grouped_swiglu_pallas,
+    "reference": int4_grouped_swiglu_reference,
+}
 
 
 def int4_matmul(
     x: Float[Array, "T inputs"],
-    weight: Int4Weight,
+    weight: Int4Weight | Int4Tiles,
     *,
     implementation: Implementation = "auto",
 ) -> Float[Array, "T out"]:
@@ -25,6 +47,11 @@ def int4_matmul(
 
     Numerics: w is bfloat16(q · scale); products are accumulated in float32 and
     rounded once to the dtype of `x`.
+
+    Args:
+      weight: In tiles for "pallas".
+      implementation: "auto" takes "pallas" for tiles and bfloat16 on a GPU that has the
+        kernel, and "reference" otherwise.
 
     Raises:
       ValueError: The inner sizes differ; both shapes are named.
@@ -36,14 +63,17 @@ def int4_matmul(
             f"int4_matmul: x has shape {x.shape}, expected [T, inputs] for a weight "
             f"[out, inputs] of shape {weight.shape}"
         )
-    return select("int4_matmul", implementation, _DENSE)(x, weight)
+    fits = unsupported_dense(weight.shape[1], x.dtype) is None
+    return _run(
+        "int4_matmul", _DENSE, implementation, (x, weight), (weight,), fits=fits
+    )
 
 
 def int4_grouped_swiglu(
     x: Float[Array, "T M"],
-    gate: Int4Weight,
-    up: Int4Weight,
-    down: Int4Weight,
+    gate: Int4Weight | Int4Tiles,
+    up: Int4Weight | Int4Tiles,
+    down: Int4Weight | Int4Tiles,
     layer: I32[Array, ""],
     expert_ids: I32[Array, "T k"],
     expert_weights: F32[Array, "T k"],
@@ -64,7 +94,12 @@ def int4_grouped_swiglu(
     a partial sum. The function contains no collective.
 
     Numerics: weights as in `int4_matmul`; float32 accumulation; the result is
-    float32, for the caller to add the shared expert to before rounding.
+    float32, for the caller to add the shared expert to before rounding. "pallas" rounds
+    silu(gate x) · up x to bfloat16.
+
+    Args:
+      gate: In tiles for "pallas", like `up` and `down`.
+      implementation: As of `int4_matmul`; sizes have to fit `unsupported_grouped`.
 
     Raises:
       ValueError: The arguments contradict each other; both shapes are named.
@@ -87,5 +122,33 @@ def int4_grouped_swiglu(
         },
         basis=f"gate {gate.shape}",
     )
-    run = select(name, implementation, _GROUPED)
-    return run(x, gate, up, down, layer, expert_ids, expert_weights)
+    fits = unsupported_grouped(hidden, inner, experts, x.dtype) is None
+    arguments = x, gate, up, down, layer, expert_ids, expert_weights
+    return _run(name, _GROUPED, implementation, arguments, (gate, up, down), fits=fits)
+
+
+def _run(
+    name: str,
+    available: Mapping[str, Callable[..., Array]],
+    implementation: Implementation,
+    arguments: tuple,
+    weights: tuple[Int4Weight | Int4Tiles, ...],
+    *,
+    fits: bool,
+) -> Array:
+    """Returns what the chosen implementation does with the arguments."""
+
+    def reference(*arguments):
+        canonical = [
+            from_tiles(a) if isinstance(a, Int4Tiles) else a for a in arguments
+        ]
+        return available["reference"](*canonical)
+
+    tiled = all(isinstance(weight, Int4Tiles) for weight in weights)
+    if implementation == "auto" and tiled and fits and compute_capability():
+        return lax.platform_dependent(
+            *arguments, cuda=available["pallas"], default=reference
+        )
+    if implementation in ("auto", "reference"):
+        return reference(*arguments)
+    return select(name, implementation, available)(*arguments)

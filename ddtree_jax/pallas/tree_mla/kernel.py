@@ -7,10 +7,10 @@ that have little shared memory; the one that combines splits serves both.
 import math
 from typing import Any
 
-import jax
 from jax import numpy as jnp
 
 from ddtree_jax.arrays import BF16, F32, I32, U32, Array
+from ddtree_jax.pallas.device import compute_capability
 from ddtree_jax.pallas.tree_mla import attend, mma
 from ddtree_jax.pallas.tree_mla.block import Inputs, Problem
 from ddtree_jax.pallas.tree_mla.combine import combine
@@ -23,24 +23,6 @@ _CUTS = {
     "9.0": (TreeMlaConfig.tile, choose, 132),
     "12.0": (TreeMlaMmaConfig.tile, choose_mma, 188),
 }
-
-
-def compute_capability() -> str | None:
-    """Returns that of the GPUs, or None: no kernel for it, or they differ.
-
-    They are the GPU that `jax.default_device` names, which need not be there, or else
-    all of this process.
-    """
-    named: Any = jax.config.jax_default_device
-    if hasattr(named, "compute_capability"):
-        devices = [named]
-    else:
-        try:
-            devices = jax.local_devices(backend="cuda")
-        except RuntimeError:
-            devices = []
-    found = {device.compute_capability for device in devices}
-    return found.pop() if len(found) == 1 and found <= _CUTS.keys() else None
 
 
 def unsupported(

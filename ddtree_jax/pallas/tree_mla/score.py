@@ -33,6 +33,7 @@ from ddtree_jax.pallas.warpgroup import (
     hidden_zero,
     load_columns,
     reduce_folded,
+    synchronise_warpgroup,
 )
 
 # Binary logarithm of how far a logit may exceed the reference before that is raised.
@@ -135,11 +136,12 @@ def _probabilities(
     grew = any_above(above(), _GROWTH, interpret=interpret)
 
     def raised():
-        # Before the reduction, in which warps meet: one may write the new peaks after
-        # it while another has not gone on.
-        old = peaks()
         folded = fold_rows(x, "max", interpret=interpret)
         highest = reduce_folded(folded, "max", s.scratch, interpret=interpret)
+        old = peaks()
+        if not interpret:
+            # All warps have to have read the old ones before one writes the new.
+            synchronise_warpgroup()
         new = jnp.maximum(old, highest)
         growth = jnp.exp2(old - new)
         s.peaks[0, :] = new

@@ -1,0 +1,144 @@
+"""Owns the second half of the experts: the weighted sum of down (…)."""
+
+from typing import Any, NamedTuple
+
+from jax import lax
+from jax import numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ddtree_jax.arrays import Array
+from ddtree_jax.pallas.int4_matmul.block import (
+    Inputs,
+    Problem,
+    Share,
+    Shared,
+    release,
+    slot_of,
+    zeros,
+)
+from ddtree_jax.pallas.int4_matmul.config import ITEM_TILES, ROWS
+from ddtree_jax.pallas.int4_matmul.fragments import (
+    load_activations,
+    multiply,
+    own_columns,
+)
+from ddtree_jax.pallas.int4_matmul.outputs import (
+    add_to_rows,
+    clear_rows,
+    load_slots,
+    store_rows,
+)
+
+
+class Item(NamedTuple):
+    """A token tile and a part of the inner width: its activations and its tokens."""
+
+    x: tuple[Array, ...]
+    slots: Array
+    weights: Array
+
+
+def add_down(
+    problem: Problem,
+    share: Share,
+    inputs: Inputs,
+    shared: Shared,
+    warpgroup: Array,
+    used: Array,
+    hidden: Any,
+    out: Any,
+) -> None:
+    """Writes the rows of the result that are this block's.
+
+    Its warpgroups take the items in turn, and add what they get in that order, so
+    that equal inputs give equal sums.
+
+    Args:
+      used: Stages that the ring has had.
+    """
+    interpret, warpgroups = problem.interpret, problem.config.warpgroups
+
+    def meet():
+        plgpu.barrier_arrive(shared.met)
+        plgpu.barrier_wait(shared.met)
+
+    def group(i, used):
+        clear_rows(shared.rows, warpgroup, warpgroups, interpret=interpret)
+        meet()
+        _add_items(problem, share, inputs, shared, warpgroup, used, hidden)
+        meet()
+        first = (lax.axis_index("block") + i * problem.config.blocks) * ROWS
+        store_rows(out, shared.rows, first, warpgroup, warpgroups, interpret=interpret)
+        return used + share.items
+
+    lax.fori_loop(0, share.groups, group, used)
+
+
+def _add_items(
+    problem: Problem,
+    share: Share,
+    inputs: Inputs,
+    shared: Shared,
+    warpgroup: Array,
+    used: Array,
+    hidden: Any,
+) -> None:
+    interpret, warpgroups = problem.interpret, problem.config.warpgroups
+    total = inputs.count[0] * problem.items
+    columns = own_columns(interpret=interpret)
+
+    def load(k):
+        number = jnp.minimum(k * warpgroups + warpgroup, total - 1)
+        tile, part = (f(number, jnp.int32(problem.items)) for f in (lax.div, lax.rem))
+        return Item(
+            tuple(
+                load_activations(
+                    hidden.at[tile],
+                    columns,
+                    part * ITEM_TILES + i,
+                    0,
+                    interpret=interpret,
+                )
+                for i in range(ITEM_TILES)
+            ),
+            load_slots(inputs.slots, tile, interpret=interpret),
+            load_slots(inputs.weights, tile, interpret=interpret),
+        )
+
+    def add(k, item):
+        following = load(k + 1)
+        slot = slot_of(problem.config, shared, warpgroup, used + k)
+        plgpu.barrier_wait(slot.full)
+        products = zeros()
+        for i, x in enumerate(item.x):
+            products = multiply(
+                products,
+                slot.words,
+                slot.scales,
+                x,
+                first=i,
+                stride=ITEM_TILES,
+                interpret=interpret,
+            )
+        release(slot, interpret=interpret)
+        number = k * warpgroups + warpgroup
+
+        @pl.when(number > 0)
+        def _():
+            plgpu.barrier_wait(shared.turn.at[warpgroup])
+
+        add_to_rows(
+            shared.rows, item.slots, item.weights, products, interpret=interpret
+        )
+
+        @pl.when(number + 1 < total)
+        def _():
+            following = lax.rem(warpgroup + 1, jnp.int32(warpgroups))
+            plgpu.barrier_arrive(shared.turn.at[following])
+
+        return following
+
+    @pl.when(share.items > 0)
+    def _():
+        lax.fori_loop(0, share.items, add, load(jnp.int32(0)))

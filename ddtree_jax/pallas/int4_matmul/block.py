@@ -1,0 +1,169 @@
+"""Owns what the warpgroups of a block share: their work, the ring, its barriers."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from jax import lax
+from jax import numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ddtree_jax.arrays import Array
+from ddtree_jax.pallas.int4_matmul.config import (
+    COLUMNS,
+    ITEM_TILES,
+    ROWS,
+    SLOT_TILES,
+    GroupedConfig,
+)
+from ddtree_jax.pallas.int4_matmul.tiles import TILE_IN, TILE_OUT
+from ddtree_jax.pallas.warpgroup import LAYOUT
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What is known when a call is compiled.
+
+    Attributes:
+      experts: Of one layer.
+      interpret: Whether the kernel runs in the interpreter, on a CPU.
+    """
+
+    tokens: int
+    experts: int
+    hidden: int
+    inner: int
+    config: GroupedConfig
+    interpret: bool
+
+    @property
+    def units(self) -> int:
+        """Of one token tile: groups of rows of gate and up."""
+        return self.inner // (TILE_OUT * self.config.row_tiles)
+
+    @property
+    def unit_stages(self) -> int:
+        """Slots' worth of one unit: 16 tiles, half of them gate."""
+        return self.hidden // TILE_IN * 2 * self.config.row_tiles // SLOT_TILES
+
+    @property
+    def items(self) -> int:
+        """Of one token tile: parts of the inner width, for 64 rows of the result."""
+        return self.inner // (ITEM_TILES * TILE_IN)
+
+
+class Inputs(NamedTuple):
+    """Arrays in global memory; weights as words and scales.
+
+    These are [layers · experts · rows, columns / 4, …], rows and columns of tiles.
+    """
+
+    x: Any
+    gate_words: Any
+    gate_scales: Any
+    up_words: Any
+    up_scales: Any
+    down_words: Any
+    down_scales: Any
+    layer: Any
+    count: Any
+    experts: Any
+    slots: Any
+    weights: Any
+
+
+class Shared(NamedTuple):
+    """Shared memory of a block, and its barriers.
+
+    Attributes:
+      words: Rings of tiles, [warpgroup, slot, quarter, …].
+      scales: Theirs.
+      scratch: For sums over warps, by warpgroup.
+      rows: Of the result that are being added up, [tokens, 72].
+      experts: Of the token tiles, as places in the stacks.
+      full: Loaded; one for each slot of each warpgroup.
+      free: No longer read; likewise.
+      turn: Each warpgroup's, to add to `rows`.
+      met: All warpgroups have come this far.
+    """
+
+    words: Any
+    scales: Any
+    scratch: Any
+    rows: Any
+    experts: Any
+    full: Any
+    free: Any
+    turn: Any
+    met: Any
+
+
+class Share(NamedTuple):
+    """What one warpgroup does.
+
+    Attributes:
+      first: Unit of gate and up that it begins with; it does every `stride`-th.
+      units: How many.
+      groups: Of 64 rows of the result that its block does, every `blocks`-th.
+      items: Of each group that it does, every fourth: parts of the inner width.
+    """
+
+    first: Array
+    units: Array
+    groups: Array
+    items: Array
+
+
+def share_of(problem: Problem, warpgroup: Array, count: Array) -> Share:
+    """Returns the share of a warpgroup of this block."""
+    config, block = problem.config, lax.axis_index("block")
+    first = block + warpgroup * config.blocks
+    return Share(
+        first=first,
+        units=every(count * problem.units, config.stride, first),
+        groups=every(jnp.int32(problem.hidden // ROWS), config.blocks, block),
+        items=every(count * problem.items, config.warpgroups, warpgroup),
+    )
+
+
+def every(total: Array, stride: int, first: Array) -> Array:
+    """Returns how many of `first`, `first + stride`, … are below `total`."""
+    rest = jnp.maximum(total - first, 0) + (stride - 1)
+    return lax.div(rest, jnp.int32(stride))
+
+
+class Slot(NamedTuple):
+    """A stage in the ring of a warpgroup."""
+
+    words: Any
+    scales: Any
+    full: Any
+    free: Any
+
+
+def slot_of(config: GroupedConfig, shared: Any, warpgroup: Any, stage: Array) -> Slot:
+    """Returns where a stage of a warpgroup is."""
+    slot = lax.rem(stage, jnp.int32(config.slots))
+    number = warpgroup * config.slots + slot
+    return Slot(
+        shared.words.at[warpgroup, slot],
+        shared.scales.at[warpgroup, slot],
+        shared.full.at[number],
+        shared.free.at[number],
+    )
+
+
+def release(slot: Slot, *, interpret: bool) -> None:
+    """Says that this warpgroup will not read the slot again.
+
+    The interpreter asks for a fence between reads and a TMA that overwrites. As in
+    CUTLASS's pipelines there is none: the reads have returned before a thread arrives,
+    and the fence would wait for activations that are on their way.
+    """
+    if interpret:
+        plgpu.commit_smem()
+    plgpu.barrier_arrive(slot.free)
+
+
+def zeros() -> Array:
+    """Returns products without summands."""
+    return plgpu.layout_cast(jnp.zeros((ROWS, COLUMNS), jnp.float32), LAYOUT)

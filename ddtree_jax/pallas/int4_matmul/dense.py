@@ -1,0 +1,224 @@
+"""Owns the kernel of a product with one INT4 weight.
+
+A unit of work is 16 outputs of up to 8 tokens; the warps of a warpgroup share its
+inputs. Many tokens read the weight again, from the level-2 cache.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax import numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ddtree_jax.arrays import BF16, Array
+from ddtree_jax.pallas.int4_matmul.block import every, release, slot_of, zeros
+from ddtree_jax.pallas.int4_matmul.config import (
+    COLUMNS,
+    QUARTER_SCALES,
+    QUARTER_WORDS,
+    QUARTERS,
+    GroupedConfig,
+)
+from ddtree_jax.pallas.int4_matmul.fragments import (
+    load_activations,
+    multiply,
+    own_columns,
+)
+from ddtree_jax.pallas.int4_matmul.grouped import flat_tiles, with_registers
+from ddtree_jax.pallas.int4_matmul.outputs import add_warps, store_tokens
+from ddtree_jax.pallas.int4_matmul.tiles import TILE_IN, TILE_OUT, Int4Tiles
+from ddtree_jax.pallas.registers import THREADS
+from ddtree_jax.pallas.warpgroup import WARPS, overlap_launches
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What is known when a call is compiled; `config` without `row_tiles`."""
+
+    tokens: int
+    inputs: int
+    outputs: int
+    config: GroupedConfig
+    interpret: bool
+
+    @property
+    def token_tiles(self) -> int:
+        """Of 8 tokens."""
+        return -(-self.tokens // COLUMNS)
+
+    @property
+    def parts(self) -> int:
+        """Of the inputs: one tile for each warp."""
+        return self.inputs // (TILE_IN * WARPS)
+
+    @property
+    def stages(self) -> int:
+        """Slots' worth of 16 outputs."""
+        return -(-self.parts // QUARTERS)
+
+    def units(self, warpgroup: Any) -> tuple[Array, Array]:
+        """Returns the first unit of a warpgroup of this block, and how many it has."""
+        first = lax.axis_index("block") + warpgroup * self.config.blocks
+        total = jnp.int32(self.outputs // TILE_OUT * self.token_tiles)
+        return first, every(total, self.config.stride, first)
+
+
+class Shared(NamedTuple):
+    """Shared memory of a block, as `block.Shared`."""
+
+    words: Any
+    scales: Any
+    scratch: Any
+    full: Any
+    free: Any
+
+
+def dense(
+    problem: Problem,
+    x: BF16[Array, "T inputs"],
+    weight: Int4Tiles,
+    *,
+    interpret: Any = None,
+) -> BF16[Array, "T out"]:
+    """Returns `x @ w.T`."""
+    config = problem.config
+
+    def body(x, words, scales, out, *refs):
+        shared = Shared(*refs)
+        overlap_launches(interpret=problem.interpret)
+        with_registers(
+            config,
+            lambda warpgroup: _multiply(problem, x, shared, warpgroup, out),
+            lambda: _load(problem, words, scales, shared),
+        )
+
+    barriers = config.warpgroups * config.slots
+    slots = config.warpgroups, config.slots, QUARTERS
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((problem.tokens, problem.outputs), jnp.bfloat16),
+        scratch_types=list(
+            Shared(
+                words=plgpu.SMEM((*slots, *QUARTER_WORDS), jnp.int32),
+                scales=plgpu.SMEM((*slots, *QUARTER_SCALES), jnp.bfloat16),
+                scratch=plgpu.SMEM((config.warpgroups, 1, WARPS, THREADS), jnp.float32),
+                full=plgpu.Barrier(num_arrivals=2 * QUARTERS, num_barriers=barriers),
+                free=plgpu.Barrier(num_barriers=barriers),
+            )
+        ),
+        grid=(config.blocks,),
+        grid_names=("block",),
+        num_threads=config.warpgroups + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=interpret is None,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+        interpret=interpret,
+        kernel_name="int4_matmul",
+    )
+    return kernel(x, *flat_tiles(weight))
+
+
+def _multiply(
+    problem: Problem, x: Any, shared: Shared, warpgroup: Array, out: Any
+) -> None:
+    interpret, stages = problem.interpret, problem.stages
+    first, units = problem.units(warpgroup)
+    columns = own_columns(interpret=interpret)
+
+    def unit(i, _):
+        number = first + i * problem.config.stride
+        rows, tile = (
+            f(number, jnp.int32(problem.token_tiles)) for f in (lax.div, lax.rem)
+        )
+        tokens = jnp.minimum(tile * COLUMNS + columns, problem.tokens - 1)
+
+        def activations(stage):
+            parts = [stage * QUARTERS + quarter for quarter in range(QUARTERS)]
+            return tuple(
+                load_activations(
+                    x,
+                    tokens,
+                    jnp.minimum(part, problem.parts - 1) * WARPS,
+                    1,
+                    interpret=interpret,
+                )
+                for part in parts
+            )
+
+        def stage(k, carry):
+            products, current = carry
+            following = activations(k + 1)
+            slot = slot_of(problem.config, shared, warpgroup, i * stages + k)
+            plgpu.barrier_wait(slot.full)
+            for quarter, activation in enumerate(current):
+                added = multiply(
+                    products,
+                    slot.words,
+                    slot.scales,
+                    activation,
+                    first=quarter * WARPS,
+                    stride=1,
+                    interpret=interpret,
+                )
+                exists = k * QUARTERS + quarter < problem.parts
+                products = jnp.where(exists, added, products)
+            release(slot, interpret=interpret)
+            return products, following
+
+        start = zeros(), activations(jnp.int32(0))
+        products, _ = lax.fori_loop(0, stages, stage, start)
+        [sums] = add_warps(
+            [products], shared.scratch.at[warpgroup], interpret=interpret
+        )
+        where = tile * COLUMNS, rows * TILE_OUT
+        store_tokens(out, *where, sums, interpret=interpret)
+
+    lax.fori_loop(0, units, unit, None)
+
+
+def _load(problem: Problem, words: Any, scales: Any, shared: Shared) -> None:
+    """Fills the rings of all warpgroups, stage by stage, as soon as there is room."""
+    config, slots = problem.config, jnp.int32(problem.config.slots)
+    shares = [problem.units(jnp.int32(g)) for g in range(config.warpgroups)]
+
+    def stage(k, _):
+        i, stage = (f(k, jnp.int32(problem.stages)) for f in (lax.div, lax.rem))
+        for g, (first, units) in enumerate(shares):
+
+            @pl.when(i < units)
+            def _(g=g, first=first):
+                slot = slot_of(config, shared, g, k)
+
+                @pl.when(k >= slots)
+                def _():
+                    plgpu.barrier_wait(slot.free)
+
+                number = first + i * config.stride
+                row = lax.div(number, jnp.int32(problem.token_tiles))
+                for quarter in range(QUARTERS):
+                    # Past the last part it is loaded again, and not used.
+                    part = jnp.minimum(stage * QUARTERS + quarter, problem.parts - 1)
+                    for source, target in (
+                        (words, slot.words),
+                        (scales, slot.scales),
+                    ):
+                        plgpu.copy_gmem_to_smem(
+                            source.at[row, part], target.at[quarter], slot.full
+                        )
+
+    # The first warpgroup has most.
+    lax.fori_loop(0, shares[0][1] * problem.stages, stage, None)
+    # Each completion of a barrier has to be observed.
+    for g, (_, units) in enumerate(shares):
+        total = units * problem.stages
+
+        def wait(k, _, g=g):
+            plgpu.barrier_wait(slot_of(config, shared, g, k).free)
+
+        lax.fori_loop(jnp.maximum(total - slots, 0), total, wait, None)
