@@ -1,4 +1,4 @@
-"""Owns the command line: `python -m bench tree-build | tree-mla | step | …`.
+"""Owns the command line: `python -m bench tree-build | tree-mla | int4 | …`.
 
 Exit codes: 0 done, 1 bad input or worse than the threshold, 2 wrong usage.
 """
@@ -65,6 +65,13 @@ def _tree_mla(flags: argparse.Namespace, argv: Sequence[str]) -> int:
         print(f"{path} written")
     if wrong:
         raise DDTreeError("tree-mla: not measured: " + "; ".join(wrong))
+    return 0
+
+
+def _int4(flags: argparse.Namespace, argv: Sequence[str]) -> int:
+    from bench import int4_command
+
+    int4_command.run(flags.cases, flags.output, argv)
     return 0
 
 
@@ -187,7 +194,22 @@ def _parser() -> argparse.ArgumentParser:
     tree_build.add_argument(
         "--out", type=Path, metavar="FILE", help="record (default: in bench/results)"
     )
-    _add_tree_mla(command)
+    _add_kernel(
+        command(
+            "tree-mla",
+            _tree_mla,
+            "time tree-MLA attention beside XLA, in microseconds; needs a Hopper GPU",
+        ),
+        pattern="kimi-heads8-*-context5632-*",
+    )
+    _add_kernel(
+        command(
+            "int4",
+            _int4,
+            "time INT4 products beside XLA, in microseconds; needs a Hopper GPU",
+        ),
+        pattern="kimi-tp8-*",
+    )
     step = command("step", _step, "time the whole step, in microseconds")
     _add_step_flags(step)
     convert = command("convert", _convert, "time conversions beside cp, and restoring")
@@ -233,18 +255,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_tree_mla(command) -> None:
-    made = command(
-        "tree-mla",
-        _tree_mla,
-        "time tree-MLA attention beside XLA, in microseconds; needs a Hopper GPU",
-    )
+def _add_kernel(made: argparse.ArgumentParser, *, pattern: str) -> None:
     made.add_argument(
         "--cases",
         type=_patterns,
         default=(),
         metavar="LIST",
-        help="names, or patterns like kimi-heads8-*-context5632-* (default: all)",
+        help=f"names, or patterns like {pattern} (default: all)",
     )
     made.add_argument(
         "--output",
