@@ -69,6 +69,7 @@ class Inputs(NamedTuple):
     experts: Any
     slots: Any
     weights: Any
+    arrived: Any
 
 
 class Shared(NamedTuple):

@@ -36,7 +36,12 @@ from ddtree_jax.pallas.int4_matmul.load import load
 from ddtree_jax.pallas.int4_matmul.route import Routing
 from ddtree_jax.pallas.int4_matmul.tiles import TILE_IN, Int4Tiles
 from ddtree_jax.pallas.registers import THREADS
-from ddtree_jax.pallas.warpgroup import WARPS, overlap_launches, synchronise_warpgroup
+from ddtree_jax.pallas.shared_count import (
+    add_to_shared_count,
+    load_shared_count,
+    wait_for_shared_count,
+)
+from ddtree_jax.pallas.warpgroup import WARPS, overlap_launches
 
 # Of a stage: words and scales of two halves of a slot.
 _COPIES = 4
@@ -70,14 +75,14 @@ def grouped_swiglu(
     tiles = routing.experts.shape[0]
 
     def body(*refs):
-        inputs, (hidden, out) = Inputs(*refs[:12]), refs[12:14]
-        shared = Shared(*refs[14:])
+        inputs, (hidden, out) = Inputs(*refs[:13]), refs[13:15]
+        shared = Shared(*refs[15:])
         overlap_launches(interpret=problem.interpret)
 
         def multiply(warpgroup):
             share = share_of(problem, warpgroup, inputs.count[0])
             used = gate_up(problem, share, inputs, shared, warpgroup, hidden)
-            _wait_for_blocks(problem, shared.met, warpgroup)
+            _wait_for_blocks(problem, inputs.arrived, shared.met, warpgroup)
             add_down(problem, share, inputs, shared, warpgroup, used, hidden, out)
 
         with_registers(config, multiply, lambda: load(problem, inputs, shared))
@@ -149,25 +154,28 @@ def with_registers(
         load()
 
 
-def _wait_for_blocks(problem: Problem, met: Any, warpgroup: Array) -> None:
+def _wait_for_blocks(
+    problem: Problem, arrived: Any, met: Any, warpgroup: Array
+) -> None:
     """Returns when every warpgroup of every block has come here.
 
-    The interpreter has no semaphores, and so runs one block only.
+    The interpreter has no atomics, and so runs one block only.
+
+    Args:
+      arrived: Blocks that have come here, in this launch or an earlier one. It is an
+        input that is written to: nobody else reads it, and Mosaic GPU's own semaphores
+        cost a copy, behind which no launch overlaps.
     """
+    blocks = problem.config.blocks
+    # Less than all blocks of this launch have come: this one has not.
+    before = None if problem.interpret else load_shared_count(arrived)
     plgpu.barrier_arrive(met)
     plgpu.barrier_wait(met)
-    if problem.interpret:
+    if before is None:
         return
-    semaphore = pl.get_global(plgpu.SemaphoreType.REGULAR)
-
-    @pl.when(warpgroup == 0)
-    def _():
-        plgpu.semaphore_signal(semaphore, 1, memory_scope="gpu")
-
-    plgpu.semaphore_wait(
-        semaphore, problem.config.blocks, decrement=False, memory_scope="gpu"
-    )
-    synchronise_warpgroup()
+    launches = lax.div(before, jnp.int32(blocks))
+    pl.when(warpgroup == 0)(lambda: add_to_shared_count(arrived))
+    wait_for_shared_count(arrived, (launches + 1) * blocks)
 
 
 def flat_tiles(weight: Int4Tiles) -> tuple[Array, Array]:

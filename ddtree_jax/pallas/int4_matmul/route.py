@@ -18,12 +18,15 @@ class Routing(NamedTuple):
       experts: Of the tiles.
       slots: Tokens, ascending; ~t in unused places, t the expert's first.
       weights: Of the tokens for this expert.
+      arrived: Blocks of the grouped kernel that have come to its barrier, in all of its
+        launches with this routing; zero at first.
     """
 
     count: Any
     experts: Any
     slots: Any
     weights: Any
+    arrived: Any
 
 
 def max_tiles(tokens: int, choices: int, experts: int, columns: int) -> int:
@@ -72,4 +75,5 @@ def route(
         experts=experts_of,
         slots=slots,
         weights=scattered(expert_weights, jnp.float32(0)),
+        arrived=jnp.zeros((1,), jnp.int32),
     )

@@ -36,9 +36,9 @@ def route_on_device(
     tiles = max_tiles(tokens, choices, experts, columns)
     warpgroups = -(-experts // reg.THREADS)
 
-    def body(ids, weights, count, tile_experts, slots, out, masks, starts, sums):
+    def body(ids, weights, *refs):
         overlap_launches(interpret=False)
-        places = Routing(count, tile_experts, slots, out)
+        places, (masks, starts, sums) = Routing(*refs[:5]), refs[5:]
         _route(ids, weights, places, masks, starts, sums)
 
     kernel = plgpu.kernel(
@@ -50,6 +50,7 @@ def route_on_device(
                 ((tiles,), jnp.int32),
                 ((tiles, columns), jnp.int32),
                 ((tiles, columns), jnp.float32),
+                ((1,), jnp.int32),
             )
         ),
         scratch_types=[
@@ -71,8 +72,9 @@ def route_on_device(
 
 
 def _route(ids, weights, places: Routing, masks, starts, sums) -> None:
-    @reg.inline(arg_types=(reg.REF,) * 9)
-    def run(_, ids, weights, count, experts, slots, out, masks, starts, sums):
+    @reg.inline(arg_types=(reg.REF,) * 10)
+    def run(_, ids, weights, count, experts, slots, out, arrived, *shared):
+        masks, starts, sums = shared
         columns = ir.MemRefType(slots.type).shape[1]
         _clear(masks)
         gpu.barrier()
@@ -88,6 +90,7 @@ def _route(ids, weights, places: Routing, masks, starts, sums) -> None:
         _list_tiles(mine, tiles, start, first, experts, slots, starts)
         with mgpu.utils.when(_is_zero(_thread())):
             memref.store(total, count, [reg.at(0)])
+            memref.store(reg.i32(0), arrived, [reg.at(0)])
         gpu.barrier()
         for pair, expert, token in _pairs(ids, masks):
             begin = memref.load(starts, [reg.at(expert)])
