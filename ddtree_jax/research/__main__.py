@@ -1,4 +1,4 @@
-"""Owns the command line: `python -m ddtree_jax.research accept | slots`.
+"""Owns the command line: `python -m ddtree_jax.research accept | slots | agree`.
 
 Exit codes: 0 done, 1 bad input or a refused measurement, 2 wrong usage, 130 stopped.
 """
@@ -58,7 +58,7 @@ def _list_of[T](kind: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
     return comma_separated_list
 
 
-def _add_common(parser: argparse.ArgumentParser) -> None:
+def _add_common(parser: argparse.ArgumentParser, *, max_tokens: int = 128) -> None:
     add = parser.add_argument
     add(
         "--model",
@@ -76,6 +76,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--out",
+        "--output",
         type=Path,
         required=True,
         metavar="RECORD.json",
@@ -87,11 +88,10 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="devices to shard over (default: all); on CPU, as many virtual ones",
     )
-    add("--dtype", choices=("float32", "bfloat16"), default="float32")
     add(
         "--max-tokens",
         type=_whole,
-        default=128,
+        default=max_tokens,
         metavar="N",
         help="tokens of each text (default: %(default)s)",
     )
@@ -102,6 +102,11 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="prompts decoded at once; changes the time only (default: %(default)s)",
     )
+
+
+def _add_drafting(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--dtype", choices=("float32", "bfloat16"), default="float32")
     add(
         "--feature-offset",
         type=int,
@@ -132,6 +137,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     _add_common(accept)
+    _add_drafting(accept)
     accept.add_argument(
         "--shapes",
         type=_list_of(str),
@@ -169,7 +175,36 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     _add_common(slots)
+    _add_drafting(slots)
+    _add_agree(commands)
     return parser
+
+
+def _add_agree(commands) -> None:
+    agree = commands.add_parser(
+        "agree",
+        help="how far greedy text in bfloat16 agrees with the float32 reference",
+        description="Decodes greedily in float32, plainly, and in bfloat16, plainly "
+        "and with trees. Where texts first differ, measures the margin between both "
+        "tokens in float32, in nats.",
+        allow_abbrev=False,
+    )
+    _add_common(agree, max_tokens=64)
+    agree.add_argument(
+        "--budget",
+        type=_whole,
+        default=32,
+        metavar="N",
+        help="draft nodes of a tree, without the root (default: %(default)s)",
+    )
+    agree.add_argument(
+        "--num-prompts",
+        type=_whole,
+        default=24,
+        metavar="N",
+        help="first prompts to decode, or all if there are fewer "
+        "(default: %(default)s)",
+    )
 
 
 if __name__ == "__main__":

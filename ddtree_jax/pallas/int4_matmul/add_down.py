@@ -110,10 +110,11 @@ def _add_items(
         following = load(k + 1)
         slot = slot_of(problem.config, shared, warpgroup, used + k)
         plgpu.barrier_wait(slot.full)
-        products = zeros()
+        # Two chains of dependent products take half as long as one.
+        halves = [zeros(), zeros()]
         for i, x in enumerate(item.x):
-            products = multiply(
-                products,
+            halves[i % 2] = multiply(
+                halves[i % 2],
                 slot.words,
                 slot.scales,
                 x,
@@ -129,7 +130,11 @@ def _add_items(
             plgpu.barrier_wait(shared.turn.at[warpgroup])
 
         add_to_rows(
-            shared.rows, item.slots, item.weights, products, interpret=interpret
+            shared.rows,
+            item.slots,
+            item.weights,
+            halves[0] + halves[1],
+            interpret=interpret,
         )
 
         @pl.when(number + 1 < total)

@@ -102,14 +102,21 @@ class Share(NamedTuple):
     """What one warpgroup does.
 
     Attributes:
-      first: Unit of gate and up that it begins with; it does every `stride`-th.
+      first: Unit of gate and up that it begins with.
+      stride: It does every so many-th.
       units: How many.
+      stages: Slots' worth of each unit that it does, the `offset`-th and every
+        `step`-th further one.
       groups: Of 64 rows of the result that its block does, every `blocks`-th.
       items: Of each group that it does, every fourth: parts of the inner width.
     """
 
     first: Array
+    stride: int
     units: Array
+    stages: Array
+    offset: Array
+    step: int
     groups: Array
     items: Array
 
@@ -117,10 +124,20 @@ class Share(NamedTuple):
 def share_of(problem: Problem, warpgroup: Array, count: Array) -> Share:
     """Returns the share of a warpgroup of this block."""
     config, block = problem.config, lax.axis_index("block")
-    first = block + warpgroup * config.blocks
+    stages = jnp.int32(problem.unit_stages)
+    if config.shared_units:
+        first, stride = block, config.blocks
+        offset, step = warpgroup, config.warpgroups
+    else:
+        first, stride = block + warpgroup * config.blocks, config.stride
+        offset, step = jnp.int32(0), 1
     return Share(
         first=first,
-        units=every(count * problem.units, config.stride, first),
+        stride=stride,
+        units=every(count * problem.units, stride, first),
+        stages=every(stages, step, offset),
+        offset=offset,
+        step=step,
         groups=every(jnp.int32(problem.hidden // ROWS), config.blocks, block),
         items=every(count * problem.items, config.warpgroups, warpgroup),
     )

@@ -34,12 +34,15 @@ class GroupedConfig:
       warpgroups: Of a block, that multiply; one more loads.
       slots: Of the ring of each warpgroup.
       blocks: All resident at the same time, since they wait for each other.
+      shared_units: Whether the warpgroups of a block share the inputs of a unit: where
+        there are not enough units for all of them.
     """
 
     row_tiles: int
     warpgroups: int
     slots: int
     blocks: int
+    shared_units: bool = False
 
     @property
     def stride(self) -> int:
@@ -62,6 +65,7 @@ def choose(*, tokens: int, blocks: int, memory: int, warpgroups: int) -> Grouped
         warpgroups=warpgroups,
         slots=rest // (warpgroups * _SLOT),
         blocks=blocks,
+        shared_units=tokens <= 2,
     )
 
 

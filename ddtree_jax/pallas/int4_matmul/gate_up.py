@@ -1,9 +1,12 @@
 """Owns the first half of an expert: silu(gate x) · up x."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from jax import lax
 from jax import numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ddtree_jax.arrays import Array
@@ -24,7 +27,8 @@ from ddtree_jax.pallas.int4_matmul.fragments import (
 )
 from ddtree_jax.pallas.int4_matmul.outputs import add_warps, store_hidden
 from ddtree_jax.pallas.int4_matmul.tiles import TILE_OUT
-from ddtree_jax.pallas.warpgroup import WARPS
+from ddtree_jax.pallas.registers import per_thread
+from ddtree_jax.pallas.warpgroup import WARPS, synchronise_warpgroup
 
 # Stages for which activations are on their way.
 _AHEAD = 2
@@ -43,22 +47,73 @@ def gate_up(
     scratch = shared.scratch.at[warpgroup]
 
     def unit(i, used):
-        number = share.first + i * problem.config.stride
+        number = share.first + i * share.stride
         tile, rows = (f(number, jnp.int32(problem.units)) for f in (lax.div, lax.rem))
-        products = _products(problem, inputs, shared, warpgroup, tile, used)
+        products = _products(problem, share, inputs, shared, warpgroup, tile, used)
         for part in range(row_tiles):
             both = [products[part], products[row_tiles + part]]
-            gate, up = add_warps(both, scratch, interpret=interpret)
-            value = gate / (1.0 + jnp.exp(-gate)) * up
-            first = (rows * row_tiles + part) * TILE_OUT
-            store_hidden(hidden, tile, first, value, interpret=interpret)
-        return used + problem.unit_stages
+            sums = add_warps(both, scratch, interpret=interpret)
+            store = functools.partial(
+                _store, problem, hidden, tile, rows * row_tiles + part
+            )
+            if problem.config.shared_units:
+                _add_warpgroups(problem, shared, warpgroup, sums, store)
+            else:
+                store(*sums)
+        return used + share.stages
 
     return lax.fori_loop(0, share.units, unit, jnp.int32(0))
 
 
+def _store(
+    problem: Problem, hidden: Any, tile: Array, row_tile: Array, gate: Array, up: Array
+) -> None:
+    value = gate / (1.0 + jnp.exp(-gate)) * up
+    first = row_tile * TILE_OUT
+    store_hidden(hidden, tile, first, value, interpret=problem.interpret)
+
+
+def _add_warpgroups(
+    problem: Problem,
+    shared: Shared,
+    warpgroup: Array,
+    sums: list[Array],
+    use: Callable[..., None],
+) -> None:
+    """Uses, in the first warpgroup, the sums over all of them, in one order."""
+    interpret = problem.interpret
+
+    def meet():
+        plgpu.barrier_arrive(shared.met)
+        plgpu.barrier_wait(shared.met)
+
+    def load(source, number):
+        ref = shared.scratch.at[source, number, 0]
+        if interpret:
+            return ref[...]
+        return plgpu.load(ref, layout=per_thread(1))
+
+    if not interpret:
+        synchronise_warpgroup()  # the sums are in registers everywhere
+    for number, value in enumerate(sums):
+        shared.scratch[warpgroup, number, 0] = value
+    meet()
+
+    @pl.when(warpgroup == 0)
+    def _():
+        totals = []
+        for number, total in enumerate(sums):
+            for other in range(1, problem.config.warpgroups):
+                total = total + load(other, number)
+            totals.append(total)
+        use(*totals)
+
+    meet()
+
+
 def _products(
     problem: Problem,
+    share: Share,
     inputs: Inputs,
     shared: Shared,
     warpgroup: Array,
@@ -67,13 +122,14 @@ def _products(
 ) -> tuple[Array, ...]:
     """Returns the products of one unit: of gate's row tiles, then of up's."""
     row_tiles, interpret = problem.config.row_tiles, problem.interpret
-    stages = problem.unit_stages
+    last = problem.unit_stages - 1
     tokens = load_tokens(inputs.slots, tile, interpret=interpret)
     # Of a stage, the inputs of one or two tiles of each warp.
     parts = 2 // row_tiles
 
     def activations(stage):
-        first = jnp.minimum(stage, stages - 1) * (parts * WARPS)
+        stage = jnp.minimum(share.offset + stage * share.step, last)
+        first = stage * (parts * WARPS)
         return tuple(
             load_activations(
                 inputs.x, tokens, first + WARPS * part, 1, interpret=interpret
@@ -104,5 +160,5 @@ def _products(
 
     start = tuple(zeros() for _ in range(2 * row_tiles))
     first = tuple(activations(jnp.int32(k)) for k in range(_AHEAD))
-    products, _ = lax.fori_loop(0, stages, stage, (start, first))
+    products, _ = lax.fori_loop(0, share.stages, stage, (start, first))
     return products

@@ -1,6 +1,7 @@
 """Owns when tiles are loaded, and from where."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from jax import lax
@@ -33,7 +34,7 @@ def load(problem: Problem, inputs: Inputs, shared: Shared) -> None:
     slots = jnp.int32(config.slots)
     _share_experts(problem, inputs, shared)
     shares = [share_of(problem, jnp.int32(g), count) for g in range(config.warpgroups)]
-    of_units = [s.units * problem.unit_stages for s in shares]
+    of_units = [s.units * s.stages for s in shares]
     totals = [n + s.groups * s.items for n, s in zip(of_units, shares, strict=True)]
     early = [
         jnp.minimum(n + slots, total) for n, total in zip(of_units, totals, strict=True)
@@ -67,19 +68,41 @@ def load(problem: Problem, inputs: Inputs, shared: Shared) -> None:
         lengths = [end - begin for begin, end in zip(begins, ends, strict=True)]
         lax.fori_loop(0, functools.reduce(jnp.maximum, lengths), step, None)
 
-    in_turn([jnp.int32(0)] * config.warpgroups, early, stage)
+    begins = [jnp.int32(0)] * config.warpgroups
+    if config.shared_units:
+        _in_turn_by_unit(shares, stage)
+        begins = of_units
+    in_turn(begins, early, stage)
     in_turn(early, totals, stage)
     # Each completion of a barrier has to be observed.
     rest = [jnp.maximum(total - slots, 0) for total in totals]
     in_turn(rest, totals, wait)
 
 
+def _in_turn_by_unit(shares: list[Share], act: Callable[[int, Array], None]) -> None:
+    """Acts on stages of units that all share: on one unit's before the next one's.
+
+    A warpgroup that has done its part of a unit waits for the others.
+    """
+    most = shares[0].stages
+
+    def step(number, _):
+        i = lax.div(number, most)
+        k = number - i * most
+        for g, share in enumerate(shares):
+            part = functools.partial(act, g, i * share.stages + k)
+            pl.when(k < share.stages)(part)
+
+    lax.fori_loop(0, shares[0].units * most, step, None)
+
+
 def _load_unit_stage(
     problem: Problem, inputs: Inputs, shared: Shared, share: Share, k: Array, slot: Slot
 ) -> None:
     row_tiles = problem.config.row_tiles
-    i, stage = (f(k, jnp.int32(problem.unit_stages)) for f in (lax.div, lax.rem))
-    number = share.first + i * problem.config.stride
+    i = lax.div(k, share.stages)
+    stage = share.offset + (k - i * share.stages) * share.step
+    number = share.first + i * share.stride
     tile, rows = (f(number, jnp.int32(problem.units)) for f in (lax.div, lax.rem))
     row = shared.experts[tile] * (problem.inner // TILE_OUT) + rows * row_tiles
     column = stage * (2 // row_tiles)
