@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from ddtree_jax.arrays import F32, I32, Array
+from ddtree_jax.arrays import F32, I32, Array, along_last
 
 # Tables are read by warpgroups.
 _MULTIPLE = 128
@@ -48,14 +48,16 @@ def route(
     """Returns the token tiles; ids outside 0 .. experts - 1 are in none."""
     tokens, choices = expert_ids.shape
     tiles = max_tiles(tokens, choices, experts, columns)
-    picked = expert_ids[..., None] == jnp.arange(experts, dtype=jnp.int32)
+    picked = expert_ids[..., None] == along_last(
+        jnp.arange(experts, dtype=jnp.int32), 3
+    )
     by_token = jnp.any(picked, axis=1).astype(jnp.int32)
     counts = jnp.sum(by_token, axis=0)
     needed = -(-counts // columns)
     ends = jnp.cumsum(needed, dtype=jnp.int32)
     earlier = jnp.cumsum(by_token, axis=0, dtype=jnp.int32) - by_token
     first = (ends - needed) * columns
-    place = jnp.sum(jnp.where(picked, (first + earlier)[:, None], 0), axis=-1)
+    place = jnp.sum(jnp.where(picked, (first[None] + earlier)[:, None], 0), axis=-1)
     place = jnp.where(jnp.any(picked, axis=-1), place, tiles * columns)
 
     def scattered(values: Array, fill: Array) -> Array:
