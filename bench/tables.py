@@ -4,7 +4,9 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from bench.int4_table import table as int4_rows
 from bench.record import RESULTS, read_record
+from bench.tree_mla_table import table as tree_mla_rows
 from ddtree_jax.errors import ConfigError
 from ddtree_jax.research.record import Record
 from ddtree_jax.research.statistics import DEGENERATE_BELOW
@@ -86,6 +88,24 @@ def tree_build_table(results: Path) -> str:
     return "\n\n".join(parts)
 
 
+def tree_mla_table(results: Path) -> str:
+    """Returns the attention kernel's times, beside XLA's and other people's."""
+    return _kernel_table(results, "tree_mla", tree_mla_rows)
+
+
+def int4_table(results: Path) -> str:
+    """Returns the INT4 kernels' times, beside XLA's and other people's."""
+    return _kernel_table(results, "int4", int4_rows)
+
+
+def _kernel_table(results: Path, topic: str, rows: Callable[[Record], str]) -> str:
+    parts = []
+    for path in sorted(results.glob(f"{topic}-*.json")):
+        record = read_record(path)
+        parts.append(f"{_origin(record)}; microseconds:\n\n{rows(record)}")
+    return "\n\n".join(parts) or "The kernel has not been timed yet."
+
+
 def _origin(record: Record) -> str:
     return (
         f"`{record['command']}` on {record['device']}, {record['date']}, "
@@ -96,4 +116,6 @@ def _origin(record: Record) -> str:
 TABLES: dict[str, Callable[[Path], str]] = {
     "acceptance": acceptance_table,
     "tree build": tree_build_table,
+    "tree mla": tree_mla_table,
+    "int4": int4_table,
 }
