@@ -44,7 +44,7 @@ def _tree_mla(flags: argparse.Namespace, argv: Sequence[str]) -> int:
     from functools import partial
 
     from bench import device_time, record, tree_mla, tree_mla_cases
-    from bench.tree_mla_arms import Deadline
+    from bench.limits import Deadline
     from bench.tree_mla_table import table
     from ddtree_jax.research.record import write_record
 

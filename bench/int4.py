@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.device_time import DeviceTiming, kernel_times, time_trains
-from bench.int4_arms import Arm, Job, compile_arms, noted
+from bench.int4_arms import Arm, Job, compile_arms
 from bench.int4_cases import BenchCase, Load, floor
 from bench.int4_truth import Exacts, kind_of, truth
-from bench.tree_mla_arms import Deadline
+from bench.limits import Deadline, noted
 from ddtree_jax.errors import ConfigError
 from ddtree_jax.pallas.int4_matmul.cases import GroupedCase
 

@@ -2,9 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -25,7 +24,7 @@ from bench.int4_inputs import (
     load_of,
 )
 from bench.int4_truth import Exacts, kind_of, submit_exact
-from bench.tree_mla_arms import Deadline
+from bench.limits import Deadline, noted
 from ddtree_jax.arrays import Array
 from ddtree_jax.pallas.int4_matmul import int4_grouped_swiglu, int4_matmul
 from ddtree_jax.pallas.int4_matmul.cases import DenseCase, GroupedCase
@@ -237,14 +236,3 @@ def _dense_pallas(x, weight, _):
 
 def _dense_xla(x, weight, _):
     return baselines.dense(x, weight)
-
-
-@contextmanager
-def noted(wrong: list[str], what: str) -> Iterator[None]:
-    """Notes an error and goes on: the other jobs are worth having."""
-    try:
-        yield
-    except Exception as error:
-        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        wrong.append(f"{what}: {text}"[:500])
-        print(wrong[-1], flush=True)

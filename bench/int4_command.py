@@ -6,8 +6,8 @@ from pathlib import Path
 
 from bench import device_time, int4, int4_cases
 from bench.int4_table import table
+from bench.limits import Deadline
 from bench.record import results_path
-from bench.tree_mla_arms import Deadline
 from ddtree_jax.errors import DDTreeError
 from ddtree_jax.research.record import make_record, write_record
 

@@ -11,7 +11,8 @@ import jax
 import numpy as np
 
 from bench.device_time import DeviceTiming, kernel_times, time_trains
-from bench.tree_mla_arms import IMPLEMENTATIONS, Arm, Deadline, compile_arms, noted
+from bench.limits import Deadline, noted
+from bench.tree_mla_arms import IMPLEMENTATIONS, Arm, compile_arms
 from bench.tree_mla_cases import BenchCase, floor
 from bench.tree_mla_inputs import make_pool
 from ddtree_jax.errors import ConfigError
@@ -54,7 +55,7 @@ def measure(
         arms = compile_arms(cases, pool, implementation, wrong, deadline)
         timed = []
         for case in (case for case in cases if case.name in arms):
-            with noted(wrong, case, implementation):
+            with noted(wrong, f"{case.name} {implementation}"):
                 deadline.check()
                 arm = arms[case.name].result()
                 if arm.exact is not None:
@@ -67,7 +68,7 @@ def measure(
         # Afterwards, so that CUPTI has no part in the times above.
         for case, arm, row in timed:
             if arm.plain is not None:
-                with noted(wrong, case, "kernels alone"):
+                with noted(wrong, f"{case.name} kernels alone"):
                     deadline.check()
                     row["kernels_us"] = kernel_times(
                         arm.plain, arm.trains[0], calls=arm.calls

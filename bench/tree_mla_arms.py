@@ -2,9 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from bench.device_time import NO_GRAPH
+from bench.limits import Deadline, noted
 from bench.tree_mla_cases import BenchCase
 from bench.tree_mla_inputs import (
     SOFTMAX_SCALE,
@@ -34,22 +34,6 @@ _TRAIN_BYTES, _FEWEST_CALLS, _MOST_CALLS = 128e6, 16, 96
 # XLA's own take many kernels a call.
 _BASELINE_CALLS = 4
 _COMPILERS = 6
-
-
-class Deadline(NamedTuple):
-    """When to begin nothing more."""
-
-    end: float
-
-    @classmethod
-    def after(cls, seconds: float) -> "Deadline":
-        """Returns the deadline that is so far away."""
-        return cls(time.monotonic() + seconds)
-
-    def check(self) -> None:
-        """Raises TimeoutError once it is over."""
-        if time.monotonic() >= self.end:
-            raise TimeoutError("out of time")
 
 
 class Arm(NamedTuple):
@@ -83,7 +67,7 @@ def compile_arms(
     begin = time.monotonic()
     with ThreadPoolExecutor(_COMPILERS) as compilers:
         for case in cases:
-            with noted(wrong, case, implementation):
+            with noted(wrong, f"{case.name} {implementation}"):
                 deadline.check()
                 arms[case.name] = _submit(compilers, case, pool, implementation)
     took = time.monotonic() - begin
@@ -179,14 +163,3 @@ def exact_call(shared: Shared, tables: Sequence[Any]) -> tuple[jax.Array, jax.Ar
             softmax_scale=SOFTMAX_SCALE,
             implementation="reference",
         )
-
-
-@contextmanager
-def noted(wrong: list[str], case: BenchCase, what: str) -> Iterator[None]:
-    """Notes an error and goes on: the other cases are worth having."""
-    try:
-        yield
-    except Exception as error:
-        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        wrong.append(f"{case.name} {what}: {text}"[:500])
-        print(wrong[-1], flush=True)

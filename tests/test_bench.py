@@ -11,6 +11,7 @@ import pytest
 from bench import (
     compare,
     device_time,
+    limits,
     prompts,
     record,
     tables,
@@ -435,11 +436,11 @@ def test_one_case_that_fails_or_comes_late_does_not_stop_the_others(capsys):
     wrong = []
     pool = tree_mla_inputs.make_pool(SMALL, 40)
     arms = tree_mla_arms.compile_arms(
-        [SMALL], pool, "reference", wrong, tree_mla_arms.Deadline.after(-1)
+        [SMALL], pool, "reference", wrong, limits.Deadline.after(-1)
     )
     assert arms == {}
     assert wrong == [f"{SMALL.name} reference: TimeoutError: out of time"]
-    with tree_mla_arms.noted(wrong, SMALL, "pallas"):
+    with limits.noted(wrong, f"{SMALL.name} pallas"):
         raise ValueError("two\nlines")
     assert wrong[1] == f"{SMALL.name} pallas: ValueError: two lines"
     assert wrong[1] in capsys.readouterr().out

@@ -22,8 +22,8 @@ from bench.device_time import DeviceTiming
 from bench.int4_arms import Job
 from bench.int4_baselines import Draw, Experts
 from bench.int4_cases import BenchCase, Load
+from bench.limits import Deadline
 from bench.timing import Timing
-from bench.tree_mla_arms import Deadline
 from ddtree_jax.errors import ConfigError
 from ddtree_jax.pallas.int4_matmul.cases import DenseCase, GroupedCase
 from ddtree_jax.pallas.int4_matmul.reference import (

@@ -237,13 +237,3 @@ def test_grouped_refuses_a_broken_weight(name):
     )
     with pytest.raises(ValueError, match=message):
         grouped(a._replace(**{name: broken}))
-
-
-def test_grouped_pallas_wants_tiles():
-    message = (
-        "int4_grouped_swiglu: implementation 'pallas' expects weights in tiles, as "
-        "`to_tiles` makes them"
-    )
-    with pytest.raises(ValueError) as error:
-        grouped(make(CASE, uneven()), "pallas")
-    assert str(error.value) == message

@@ -83,14 +83,3 @@ def test_dense_refuses_a_broken_weight():
     broken = dataclasses.replace(weight, scale=weight.scale[:, :2])
     with pytest.raises(ValueError, match="Int4Weight expects 4 words per scale"):
         dense(jnp.zeros((1, 96)), broken)
-
-
-def test_dense_pallas_wants_tiles():
-    weight = random_int4(np.random.default_rng(3), (5, 96))
-    message = (
-        "int4_matmul: implementation 'pallas' expects weights in tiles, as `to_tiles` "
-        "makes them"
-    )
-    with pytest.raises(ValueError) as error:
-        dense(jnp.zeros((1, 96)), weight, implementation="pallas")
-    assert str(error.value) == message

@@ -73,7 +73,17 @@ def load(problem: Problem, inputs: Inputs, shared: Shared) -> None:
         _in_turn_by_unit(shares, stage)
         begins = of_units
     in_turn(begins, early, stage)
-    in_turn(early, totals, stage)
+
+    def group(i, _):
+        begins = [
+            jnp.maximum(after, n + i * s.items)
+            for after, n, s in zip(early, of_units, shares, strict=True)
+        ]
+        ends = [n + (i + 1) * s.items for n, s in zip(of_units, shares, strict=True)]
+        in_turn(begins, ends, stage)
+
+    # The warpgroups of a block do a group of rows together, some of more items.
+    lax.fori_loop(0, shares[0].groups, group, None)
     # Each completion of a barrier has to be observed.
     rest = [jnp.maximum(total - slots, 0) for total in totals]
     in_turn(rest, totals, wait)
