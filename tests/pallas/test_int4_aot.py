@@ -22,6 +22,10 @@ LAYERS, HIDDEN, CHOICES = 60, 7168, 8
 # What a multiprocessor's 65,536 registers give each thread of five warpgroups, of which
 # one only loads, and of four: in eights, and without moving any between warpgroups.
 MAX_REGISTERS = {"h200": 96, "rtx_pro_6000": 128}
+# Bytes of a thread's registers that a kernel may store to memory, by target and tokens.
+# Else 0. Here one is stored when the kernel starts, and read once by the warpgroup that
+# loads.
+SPILLS = {("h200", 256): 4}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,9 +86,9 @@ def compiled(target: str, bucket: Bucket) -> Compiled:
     return compile_for(target, swiglu, *bucket.shapes())
 
 
-def assert_fits(target: str, kernel: Kernel) -> None:
+def assert_fits(target: str, kernel: Kernel, *, spills: int = 0) -> None:
     assert 0 < kernel.registers <= MAX_REGISTERS[target]
-    assert (kernel.spill_stores, kernel.spill_loads) == (0, 0)
+    assert max(kernel.spill_stores, kernel.spill_loads) <= spills
     assert 0 < kernel.shared_memory <= shared_memory_limit(target)
 
 
@@ -106,8 +110,9 @@ ON_TARGETS = [
 def test_kernels_of_the_experts_keep_within_a_target(target, bucket):
     kernels = compiled(target, bucket).kernels
     assert set(kernels) == {"int4_route", "int4_grouped_swiglu"}
-    for kernel in kernels.values():
-        assert_fits(target, kernel)
+    assert_fits(target, kernels["int4_route"])
+    spills = SPILLS.get((target, bucket.tokens), 0)
+    assert_fits(target, kernels["int4_grouped_swiglu"], spills=spills)
 
 
 @pytest.mark.parametrize(("target", "bucket"), ON_TARGETS)
