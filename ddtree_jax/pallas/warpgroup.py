@@ -17,9 +17,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from ddtree_jax.arrays import Array
-
-# Its annotations lack the context that it hands to the decorated function.
-_inline: Any = plgpu.inline_mgpu
+from ddtree_jax.pallas import registers as reg
 
 LAYOUT = plgpu.Layout.WGMMA
 # Of a vector with one element a column, in every thread that holds the column.
@@ -51,7 +49,7 @@ def overlap_launches(*, interpret: bool) -> None:
 def synchronise_warpgroup() -> None:
     """Waits for all threads of the warpgroup; what they wrote is visible then."""
 
-    @_inline()
+    @reg.inline()
     def wait(_):
         mgpu.utils.warpgroup_barrier()
 
@@ -72,13 +70,13 @@ def any_above(
     if interpret:
         return jnp.any(x > limit)
 
-    @_inline(
+    @reg.inline(
         arg_types=(layout,),
         return_type=plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT(())),
     )
     def vote(_, x):
         i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-        values = [v for r in x.registers.flat for v in _elements(r)]
+        values = reg.values(x)
         highest = _fold(values, lambda a, b: _ptx_max("max.f32", a, b))
         barrier = mgpu.utils.warpgroup_barrier_idx(sync=False)
         found = llvm.inline_asm(
@@ -107,7 +105,7 @@ def fold_rows(x: Array, operation: str, *, interpret: bool) -> Array:
         return x.max(axis=0) if operation == "max" else x.sum(axis=0)
     columns = x.shape[1]
 
-    @_inline(
+    @reg.inline(
         arg_types=(LAYOUT,),
         return_type=plgpu.ShapeDtypeStruct((columns,), jnp.float32, COLUMNS),
     )
@@ -128,7 +126,7 @@ def reduce_folded(folded: Array, operation: str, scratch, *, interpret: bool) ->
         return folded
     columns = folded.shape[0]
 
-    @_inline(
+    @reg.inline(
         arg_types=(COLUMNS, plgpu.RefType()),
         return_type=plgpu.ShapeDtypeStruct((columns,), jnp.float32, COLUMNS),
     )
@@ -178,7 +176,7 @@ def relabel(x: Array, source, target, shape: tuple[int, ...]) -> Array:
     There is no CPU form: any fixed permutation would do.
     """
 
-    @_inline(
+    @reg.inline(
         arg_types=(source,),
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, target),
     )
@@ -187,7 +185,7 @@ def relabel(x: Array, source, target, shape: tuple[int, ...]) -> Array:
         strided = isinstance(layout, mgpu.WGStridedFragLayout)
         length = layout.vec_size if strided else layout.vector_length
         kind = ir.VectorType.get((length,), ir.F32Type.get())
-        values = [v for r in x.registers.flat for v in _elements(r)]
+        values = reg.values(x)
         registers = np.empty(len(values) // length, dtype=object)
         for i in range(len(registers)):
             part = values[i * length : (i + 1) * length]
@@ -211,23 +209,12 @@ def _vector(registers: list[ir.Value], columns: int) -> mgpu.FragmentedArray:
     )
 
 
-def _elements(register: ir.Value) -> list[ir.Value]:
-    return [
-        vector.extract(
-            register,
-            dynamic_position=[],
-            static_position=ir.DenseI64ArrayAttr.get([i]),
-        )
-        for i in range(ir.VectorType(register.type).shape[0])
-    ]
-
-
 def _elementwise(operation: str, a: ir.Value, b: ir.Value) -> ir.Value:
     if operation == "sum":
         return arith.addf(a, b)
     values = [
         _ptx_max("max.NaN.f32", x, y)
-        for x, y in zip(_elements(a), _elements(b), strict=True)
+        for x, y in zip(reg.elements(a), reg.elements(b), strict=True)
     ]
     return vector.from_elements(a.type, values)
 

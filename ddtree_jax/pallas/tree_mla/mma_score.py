@@ -1,6 +1,5 @@
 """Owns the warpgroup of the `mma` kernel that scores tiles and exponentiates."""
 
-import functools
 from typing import Any
 
 from jax import lax
@@ -20,16 +19,12 @@ from ddtree_jax.pallas.tree_mla.block import (
 from ddtree_jax.pallas.tree_mla.config import SLOT_COLUMNS
 from ddtree_jax.pallas.tree_mla.mask import (
     LOWEST,
-    mask_context,
-    mask_tail,
-    stage_words,
 )
 from ddtree_jax.pallas.tree_mla.mma_config import TILE, TILE_WARPS
 from ddtree_jax.pallas.tree_mla.mma_registers import load_left, load_right, multiply
+from ddtree_jax.pallas.tree_mla.score import GROWTH, score_tiles
 from ddtree_jax.pallas.warpgroup import any_above, hidden_zero, load_columns
 
-# Binary logarithm of how far a logit may exceed the reference before that is raised.
-_GROWTH = 16.0
 # Columns of a row of swizzled shared memory.
 _PART = 64
 
@@ -55,25 +50,7 @@ def score(
     s.peaks[0, :] = plgpu.layout_cast(lowest, layout.reduce(0))
     total = plgpu.layout_cast(jnp.zeros((TILE, rows), jnp.float32), layout)
 
-    @pl.when(w.tiles > 0)
-    def _():
-        plgpu.barrier_wait(b.queries)
-
-    def tile(i, total, *, tail):
-        if tail:
-            stage_words(problem, w, g, s, i)
-        x = _logits(problem, w, s, b, i)
-        x = (mask_tail if tail else mask_context)(problem, w, s, i, x)
-        return _probabilities(problem, s, b, i, x, total)
-
-    context = jnp.clip(w.context_tiles - w.first, 0, w.tiles)
-    total = lax.fori_loop(0, context, functools.partial(tile, tail=False), total)
-    total = lax.fori_loop(context, w.tiles, functools.partial(tile, tail=True), total)
-
-    @pl.when(w.tiles > 0)
-    def _():
-        plgpu.barrier_wait(b.probabilities_free)
-
+    total = score_tiles(problem, w, g, s, b, total, _logits, _probabilities)
     out = w.request, w.row_block, w.split
     peaks[(*out, slice(None))] = _vector(problem, s.peaks.at[0])
     totals[(*out, slice(None))] = total.sum(axis=0)
@@ -129,7 +106,7 @@ def _probabilities(
     def above():
         return x - across(_vector(problem, s.peaks.at[0]))
 
-    grew = any_above(above(), _GROWTH, layout=problem.layout, interpret=interpret)
+    grew = any_above(above(), GROWTH, layout=problem.layout, interpret=interpret)
 
     def raised():
         # Before the maximum, in which warps meet: one may write the new peaks after it

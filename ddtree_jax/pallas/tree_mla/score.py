@@ -1,6 +1,7 @@
 """Owns the warpgroup that scores tiles, masks and exponentiates."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from jax import lax
@@ -37,7 +38,7 @@ from ddtree_jax.pallas.warpgroup import (
 )
 
 # Binary logarithm of how far a logit may exceed the reference before that is raised.
-_GROWTH = 16.0
+GROWTH = 16.0
 
 
 def score(
@@ -61,6 +62,34 @@ def score(
     s.peaks[0, :] = plgpu.layout_cast(jnp.full((rows,), LOWEST, jnp.float32), COLUMNS)
     total = plgpu.layout_cast(jnp.zeros((rows,), jnp.float32), COLUMNS)
 
+    total = score_tiles(problem, w, g, s, b, total, _logits, _probabilities)
+    out = w.request, w.row_block, w.split
+    peaks[(*out, slice(None))] = load_columns(
+        s.peaks.at[0], interpret=problem.interpret
+    )
+    totals[(*out, slice(None))] = reduce_folded(
+        total, "sum", s.scratch, interpret=problem.interpret
+    )
+
+
+def score_tiles(
+    problem: Problem,
+    w: Work,
+    g: Inputs,
+    s: Buffers,
+    b: Barriers,
+    total: Array,
+    logits: Callable[..., Array],
+    probabilities: Callable[..., Array],
+) -> Array:
+    """Scores all tiles of the block; returns the sums of the probabilities.
+
+    Args:
+      total: Sums of none.
+      logits: As `_logits`.
+      probabilities: As `_probabilities`.
+    """
+
     @pl.when(w.tiles > 0)
     def _():
         plgpu.barrier_wait(b.queries)
@@ -68,9 +97,9 @@ def score(
     def tile(i, total, *, tail):
         if tail:
             stage_words(problem, w, g, s, i)
-        x = _logits(problem, w, s, b, i)
+        x = logits(problem, w, s, b, i)
         x = (mask_tail if tail else mask_context)(problem, w, s, i, x)
-        return _probabilities(problem, s, b, i, x, total)
+        return probabilities(problem, s, b, i, x, total)
 
     context = jnp.clip(w.context_tiles - w.first, 0, w.tiles)
     total = lax.fori_loop(0, context, functools.partial(tile, tail=False), total)
@@ -80,13 +109,7 @@ def score(
     def _():
         plgpu.barrier_wait(b.probabilities_free)
 
-    out = w.request, w.row_block, w.split
-    peaks[(*out, slice(None))] = load_columns(
-        s.peaks.at[0], interpret=problem.interpret
-    )
-    totals[(*out, slice(None))] = reduce_folded(
-        total, "sum", s.scratch, interpret=problem.interpret
-    )
+    return total
 
 
 def _logits(problem: Problem, w: Work, s: Buffers, b: Barriers, i: Array) -> Array:
@@ -133,7 +156,7 @@ def _probabilities(
     def above():
         return x - lax.broadcast_in_dim(peaks(), x.shape, [1])
 
-    grew = any_above(above(), _GROWTH, interpret=interpret)
+    grew = any_above(above(), GROWTH, interpret=interpret)
 
     def raised():
         folded = fold_rows(x, "max", interpret=interpret)

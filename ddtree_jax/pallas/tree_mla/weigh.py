@@ -1,5 +1,7 @@
 """Owns the two warpgroups that sum values: O += Vᵀ P, each half of the columns."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from jax import lax
@@ -24,15 +26,31 @@ HALF = 64
 def weigh(
     problem: Problem, w: Work, s: Buffers, b: Barriers, half: Array, partial: Any
 ) -> None:
-    """Sums this half of the latent columns over the block's tiles, and stores it.
+    """Sums this half of the latent columns over the block's tiles, and stores it."""
+    weigh_with(_product, LAYOUT, problem, w, s, b, half, partial)
+
+
+def weigh_with(
+    product: Callable[..., tuple[Array, ...]],
+    layout: Any,
+    problem: Problem,
+    w: Work,
+    s: Buffers,
+    b: Barriers,
+    half: Array,
+    partial: Any,
+) -> None:
+    """Does what `weigh` does, with another product.
 
     Args:
+      product: As `_product`.
+      layout: Of the sums.
       half: 0 or 1.
       partial: Global memory of all splits, [B, row_blocks, splits, L / 64, 64 · rows]:
         unnormalised sums, in the order of registers.
     """
     rows, chunks = problem.config.rows, problem.chunks
-    zeros = plgpu.layout_cast(jnp.zeros((HALF, rows), jnp.float32), LAYOUT)
+    zeros = plgpu.layout_cast(jnp.zeros((HALF, rows), jnp.float32), layout)
 
     def tile(i, sums):
         zero = hidden_zero(w.context_len + i)
@@ -44,10 +62,9 @@ def weigh(
         plgpu.barrier_wait(b.probabilities_full)
         parity = lax.rem(i, 2)
         grew = (s.grew[parity] > 0) & (i > 0)
-        sums = lax.cond(grew, lambda *a: _scaled(problem, s, parity, a), _same, *sums)
-        sums = _product(problem, s, b, i, half, sums)
-        plgpu.barrier_arrive(b.probabilities_free)
-        return sums
+        scaled = functools.partial(_scaled, problem, s, parity, layout)
+        sums = lax.cond(grew, scaled, _same, *sums)
+        return product(problem, s, b, i, half, sums)
 
     sums = lax.fori_loop(0, w.tiles, tile, (zeros,) * chunks)
 
@@ -59,7 +76,7 @@ def weigh(
                 flat = x.reshape(HALF * rows)
             else:
                 strided = plgpu.Layout.WG_STRIDED((HALF * rows,), vec_size=4)
-                flat = relabel(x, LAYOUT, strided, (HALF * rows,))
+                flat = relabel(x, layout, strided, (HALF * rows,))
             out[chunk * 2 + half, :] = flat
 
 
@@ -67,13 +84,17 @@ def _same(*sums: Array) -> tuple[Array, ...]:
     return sums
 
 
-def _scaled(problem: Problem, s: Buffers, parity: Array, sums) -> tuple[Array, ...]:
-    growth = load_columns(s.growth.at[parity], interpret=problem.interpret)
+def _scaled(
+    problem: Problem, s: Buffers, parity: Array, layout: Any, *sums: Array
+) -> tuple[Array, ...]:
+    growth = load_columns(
+        s.growth.at[parity], layout=layout.reduce(0), interpret=problem.interpret
+    )
     return tuple(x * lax.broadcast_in_dim(growth, x.shape, [1]) for x in sums)
 
 
 def _product(problem: Problem, s: Buffers, b: Barriers, i: Array, half: Array, sums):
-    """Returns the sums with tile `i` added; frees its slots one by one."""
+    """Returns the sums with tile `i` added; frees its slots one by one, and P."""
     columns = pl.ds(pl.multiple_of(half * HALF, HALF), HALF)
     slots = [slot_of(problem, i, chunk) for chunk in range(problem.chunks)]
 
@@ -87,6 +108,7 @@ def _product(problem: Problem, s: Buffers, b: Barriers, i: Array, half: Array, s
         plgpu.commit_smem()
         for slot in slots:
             plgpu.barrier_arrive(b.slot_free.at[slot])
+        plgpu.barrier_arrive(b.probabilities_free)
         return added
 
     def multiply(refs):
@@ -97,9 +119,10 @@ def _product(problem: Problem, s: Buffers, b: Barriers, i: Array, half: Array, s
             plgpu.wgmma_wait(pending)
             plgpu.barrier_arrive(b.slot_free.at[slot])
 
-    return pl.run_state(multiply)(
-        tuple(plgpu.WGMMAAccumulatorRef.init(x) for x in sums)
-    )
+    starts = tuple(plgpu.WGMMAAccumulatorRef.init(x) for x in sums)
+    added: Any = pl.run_state(multiply)(starts)
+    plgpu.barrier_arrive(b.probabilities_free)
+    return added
 
 
 def _dot_rows(values: Array, p: Array) -> Array:
