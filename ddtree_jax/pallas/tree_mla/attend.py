@@ -21,7 +21,8 @@ transposed product of FlashMLA-ETAP (arXiv 2506.01969); lazy rescaling as in
 FlashAttention-4.
 """
 
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -44,12 +45,41 @@ from ddtree_jax.pallas.tree_mla.score import score
 from ddtree_jax.pallas.tree_mla.weigh import HALF, weigh
 from ddtree_jax.pallas.warpgroup import overlap_launches
 
-# Registers of a thread. All warpgroups start with 128; what one gives up, others take.
-_SCORE_REGISTERS, _WEIGH_REGISTERS, _LOAD_REGISTERS = 136, 176, 24
+
+class Variant(NamedTuple):
+    """What differs between GPUs.
+
+    Attributes:
+      scratch: Makes the shared memory of a block, for a problem.
+      buffers: Gives its pieces their names.
+      registers: Of a thread of the warpgroups that score, weigh and load; None leaves
+        them what they start with, 128.
+      options: Of `CompilerParams`.
+    """
+
+    name: str
+    score: Callable[..., None]
+    weigh: Callable[..., None]
+    scratch: Callable[[Problem], Sequence[Any]]
+    buffers: Callable[..., Buffers]
+    registers: tuple[int, int, int] | None
+    options: Mapping[str, Any]
+
+
+# What one warpgroup gives up, others take.
+HOPPER = Variant(
+    name="tree_mla_attend",
+    score=score,
+    weigh=weigh,
+    scratch=buffers,
+    buffers=Buffers,
+    registers=(136, 176, 24),
+    options={},
+)
 
 
 def attend(
-    problem: Problem, inputs: Inputs, *, interpret: Any = None
+    variant: Variant, problem: Problem, inputs: Inputs, *, interpret: Any = None
 ) -> tuple[
     F32[Array, "B blocks splits C X"],
     F32[Array, "B blocks splits rows"],
@@ -62,7 +92,7 @@ def attend(
 
     Args:
       inputs: Queries as [B, rows, columns], rows a multiple of 8; tails as
-        [B, tokens, columns], tokens a multiple of 64.
+        [B, tokens, columns], tokens a multiple of a tile's keys.
       interpret: Parameters of the interpreter.
     """
     config = problem.config
@@ -70,11 +100,16 @@ def attend(
     splits = (batch, config.row_blocks, config.splits)
     sums = (*splits, problem.latent // HALF, HALF * config.rows)
     rows = (*splits, config.rows)
+    scratch = variant.scratch(problem)
+
+    def set_registers(which, action):
+        if variant.registers:
+            plgpu.set_max_registers(variant.registers[which], action=action)
 
     def body(*refs):
         inputs, outputs = Inputs(*refs[:9]), refs[9:12]
-        s = Buffers(*refs[12 : 12 + len(Buffers._fields)])
-        b = Barriers(*refs[12 + len(Buffers._fields) :])
+        s = variant.buffers(*refs[12 : 12 + len(scratch)])
+        b = Barriers(*refs[12 + len(scratch) :])
         partial, peaks, totals = outputs
         overlap_launches(interpret=problem.interpret)
         w = work(problem, inputs.context_len)
@@ -82,17 +117,17 @@ def attend(
 
         @pl.when(warpgroup == 0)
         def _():
-            plgpu.set_max_registers(_SCORE_REGISTERS, action="increase")
-            score(problem, w, inputs, s, b, peaks, totals)
+            set_registers(0, "increase")
+            variant.score(problem, w, inputs, s, b, peaks, totals)
 
         @pl.when((warpgroup == 1) | (warpgroup == 2))
         def _():
-            plgpu.set_max_registers(_WEIGH_REGISTERS, action="increase")
-            weigh(problem, w, s, b, warpgroup - 1, partial)
+            set_registers(1, "increase")
+            variant.weigh(problem, w, s, b, warpgroup - 1, partial)
 
         @pl.when(warpgroup == 3)
         def _():
-            plgpu.set_max_registers(_LOAD_REGISTERS, action="decrease")
+            set_registers(2, "decrease")
             Loader(problem, w, inputs, s, b).run()
 
     kernel = plgpu.kernel(
@@ -102,7 +137,7 @@ def attend(
             jax.ShapeDtypeStruct(rows, jnp.float32),
             jax.ShapeDtypeStruct(rows, jnp.float32),
         ),
-        scratch_types=[*buffers(problem), *barriers(problem)],
+        scratch_types=[*scratch, *barriers(problem)],
         grid=(config.splits, config.row_blocks, batch),
         grid_names=("split", "row_block", "request"),
         num_threads=4,
@@ -113,8 +148,9 @@ def attend(
             # barrier announced, so none is needed around each access.
             unsafe_no_auto_barriers=interpret is None,
             lowering_semantics=plgpu.LoweringSemantics.Lane,
+            **variant.options,
         ),
         interpret=interpret,
-        kernel_name="tree_mla_attend",
+        kernel_name=variant.name,
     )
     return kernel(*inputs)

@@ -11,7 +11,8 @@ from jax import numpy as jnp
 
 from ddtree_jax.arrays import BF16, F32, I32, U32, Array
 from ddtree_jax.pallas.device import compute_capability
-from ddtree_jax.pallas.tree_mla import attend, mma
+from ddtree_jax.pallas.tree_mla import mma
+from ddtree_jax.pallas.tree_mla.attend import HOPPER, attend
 from ddtree_jax.pallas.tree_mla.block import Inputs, Problem
 from ddtree_jax.pallas.tree_mla.combine import combine
 from ddtree_jax.pallas.tree_mla.config import SLOT_COLUMNS, TILE, TreeMlaConfig, choose
@@ -108,8 +109,8 @@ def tree_mla_attention_pallas(
         _padded(tail_rope, config.tile),
         ancestor_bits,
     )
-    variant = mma if isinstance(config, TreeMlaMmaConfig) else attend
-    partial, peaks, totals = variant.attend(problem, inputs, interpret=interpret)
+    variant = mma.VARIANT if isinstance(config, TreeMlaMmaConfig) else HOPPER
+    partial, peaks, totals = attend(variant, problem, inputs, interpret=interpret)
     out, lse = combine(
         problem, partial, peaks, totals, context_len, interpret=interpret
     )
