@@ -110,11 +110,10 @@ def _add_items(
         following = load(k + 1)
         slot = slot_of(problem.config, shared, warpgroup, used + k)
         plgpu.barrier_wait(slot.full)
-        # Two chains of dependent products take half as long as one.
-        halves = [zeros(), zeros()]
+        products = zeros()
         for i, x in enumerate(item.x):
-            halves[i % 2] = multiply(
-                halves[i % 2],
+            products = multiply(
+                products,
                 slot.words,
                 slot.scales,
                 x,
@@ -133,7 +132,7 @@ def _add_items(
             shared.rows,
             item.slots,
             item.weights,
-            halves[0] + halves[1],
+            products,
             interpret=interpret,
         )
 

@@ -1,6 +1,6 @@
 """Owns the call of the kernels with the arguments of the entry.
 
-The one that attends exists twice, with `wgmma` for Hopper and with `mma` for GPUs
+The one that attends has two variants, with `wgmma` for Hopper and with `mma` for GPUs
 that have little shared memory; the one that combines splits serves both.
 """
 
