@@ -8,6 +8,7 @@ import pathlib
 import shutil
 import time
 
+import hypothesis
 import pytest
 import regex
 import tiktoken
@@ -239,6 +240,8 @@ class TestShield:
     @given(TEXTS, TEXTS)
     @settings(max_examples=100)
     def test_text_without_markers_merges_with_what_surrounds_it(self, left, content):
+        # Hypothesis knows the markers from this file, and they fit the alphabet.
+        hypothesis.assume(not any(m in left + content for m in KIMI.special_tokens))
         text = f"<|im_user|>{left}{KIMI.shield(content)} the<|im_end|>"
         plain = f"<|im_user|>{left}{content} the<|im_end|>"
         assert KIMI.encode(text, allow_special=True) == KIMI.encode(
