@@ -46,7 +46,7 @@ def profile(source: Path, destination: Path) -> dict:
 
     clock(leaf.Leaf, "read", "read")
     clock(leaf, "check_finite", "check", "read")
-    clock(write, "_add", "hash")
+    clock(write.Digest, "add", "hash")
     clock(write, "write_chunks", "arrange")
     clock(chunk_files, "write_file", "write", "arrange")
     clock(write, "sync", "sync")

@@ -201,7 +201,7 @@ def _parser() -> argparse.ArgumentParser:
     verify = commands.add_parser(
         "verify",
         help="compare two checkpoints of any formats, tensor by tensor",
-        description="Compares by SHA-256 every tensor of the two, under its Hugging "
+        description="Compares by BLAKE3 every tensor of the two, under its Hugging "
         "Face name. Exit code 1 if they differ.",
     )
     verify.add_argument("first", type=Path, metavar="A", help="a directory")

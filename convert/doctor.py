@@ -145,7 +145,7 @@ def _weights(directory: Path) -> Iterator[Finding]:
     for loss in checkpoint.losses:
         yield Finding("differs", f"weights: not bit for bit: {loss}")
     if checkpoint.format == OURS:
-        yield Finding("not checked", "sha256 of arrays and files: `verify` does that")
+        yield Finding("not checked", "hashes of arrays and files: `verify` does that")
     yield from _index(checkpoint)
     yield from _totals(checkpoint)
     yield from _perplexity(checkpoint, plan)

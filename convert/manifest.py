@@ -1,12 +1,12 @@
 """Owns the writing of a checkpoint's manifest, its mark of success."""
 
-import hashlib
 import importlib.metadata
 import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from convert import digest
 from convert.checkpoint import Checkpoint
 from convert.leaf import Leaf
 from convert.plan import Plan
@@ -26,7 +26,7 @@ def write_manifest(
     """Writes manifest.json, which makes `directory` a complete checkpoint.
 
     Args:
-      digests: SHA-256 of every leaf of `plan`, by path.
+      digests: Hash of every leaf of `plan`, by path.
       files: The data files that were copied.
     """
     manifest = {
@@ -56,12 +56,10 @@ def _entry(leaf: Leaf, digests: Mapping[str, str]) -> dict[str, object]:
         "shape": list(leaf.shape),
         "dtype": leaf.dtype.name,
         "chunk": list(leaf.layout()[0]),
-        "sha256": digests[leaf.path],
+        digest.NAME: digests[leaf.path],
         "source": leaf.pattern,
     }
 
 
 def _file_entry(path: Path) -> dict[str, object]:
-    with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"bytes": path.stat().st_size, "sha256": digest}
+    return {"bytes": path.stat().st_size, digest.NAME: digest.hash_file(path)}

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from convert import digest
 from convert.checkpoint import Checkpoint, read_config
 from convert.data_files import DATA_FILES
 from convert.rules import Rule, draft_rules, source_shape, target_rules
@@ -78,15 +79,15 @@ def is_ours(directory: Path) -> bool:
 
 
 def stated_files(directory: Path) -> Iterator[tuple[Path, str]]:
-    """Yields path and stated SHA-256 of every data file of a canonical directory."""
+    """Yields path and stated hash of every data file of a canonical directory."""
     for name, entry in _read(directory)["files"].items():
-        yield directory / name, str(entry.get("sha256"))
+        yield directory / name, str(entry.get(digest.NAME))
 
 
 def stored_arrays(
     directory: Path, *, seen: Seen
 ) -> Iterator[tuple[str, StoredArray, str]]:
-    """Yields name, array and stated SHA-256 of every array of a canonical directory.
+    """Yields name, array and stated hash of every array of a canonical directory.
 
     Args:
       seen: As in `open_ours`.
@@ -95,7 +96,7 @@ def stored_arrays(
     params, extra = _stored(directory, manifest, seen)
     for key, arrays in (("tensors", params), ("extra", extra)):
         for name, array in arrays.items():
-            yield name, array, str(manifest[key][name].get("sha256"))
+            yield name, array, str(manifest[key][name].get(digest.NAME))
 
 
 def _read(directory: Path, kind: Kind | None = None) -> dict:
@@ -114,7 +115,7 @@ def _read(directory: Path, kind: Kind | None = None) -> dict:
     for name, entry in manifest["files"].items():
         if name not in DATA_FILES or not isinstance(entry, dict):
             raise CheckpointError(
-                f"{path}: files names {name!r}; expected a data file and its sha256"
+                f"{path}: files names {name!r}; expected a data file and its hash"
             )
         if not (directory / name).is_file():
             raise CheckpointError(

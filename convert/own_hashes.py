@@ -1,18 +1,18 @@
 """Owns what a checkpoint states of its own bytes, held against the bytes.
 
-A canonical checkpoint's manifest has the SHA-256 of every array and file. The arrays'
+A canonical checkpoint's manifest has the BLAKE3 of every array and file. The arrays'
 are taken from what is read of them anyway, when it is read in order.
 """
 
 import contextlib
 import functools
-import hashlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
+from convert.digest import Digest, hash_file
 from convert.ours_source import stated_files, stored_arrays
 from convert.progress import make_reporter
 from convert.stored import StoredArray
@@ -22,7 +22,7 @@ _SHOWN = 5
 
 
 class ArrayHashes:
-    """SHA-256 of arrays, each read once from its first byte to its last.
+    """Hashes of arrays, each read once from its first byte to its last.
 
     It is told of reads, as `StoredArray.seen`, by any thread. What was read before is
     left out, and so is what leaves a hole, which `finish` reads again.
@@ -30,14 +30,14 @@ class ArrayHashes:
 
     def __init__(self):
         self._lock = threading.Lock()
-        self._begun: dict[Path, tuple[hashlib._Hash, int]] = {}
+        self._begun: dict[Path, tuple[Digest, int]] = {}
 
     def __call__(self, array: StoredArray, start: int, data: np.ndarray) -> None:
         """Takes elements that begin at byte `start` of an array."""
         with self._lock:
-            digest, at = self._begun.get(array.directory, (hashlib.sha256(), 0))
+            digest, at = self._begun.get(array.directory, (Digest(), 0))
             if start <= at < start + data.nbytes:
-                digest.update(data.reshape(-1).view(np.uint8)[at - start :])
+                digest.add(data.reshape(-1).view(np.uint8)[at - start :])
                 at = start + data.nbytes
             self._begun[array.directory] = digest, at
 
@@ -60,7 +60,7 @@ class ArrayHashes:
     def digest(self, array: StoredArray) -> str:
         """Returns the hash of an array of which nothing is missing."""
         assert not self.missing(array), array.directory
-        return self._begun[array.directory][0].hexdigest()
+        return self._begun[array.directory][0].hex()
 
 
 def check_own_hashes(directory: Path, hashes: ArrayHashes) -> list[str]:
@@ -85,7 +85,7 @@ def check_own_hashes(directory: Path, hashes: ArrayHashes) -> list[str]:
         if hashes.digest(array) != stated
     ]
     files = list(stated_files(directory))
-    bad_files = [path.name for path, stated in files if _hash_file(path) != stated]
+    bad_files = [path.name for path, stated in files if hash_file(path) != stated]
     return [
         f"{len(arrays)} arrays, {total} bytes, and {len(files)} files hashed",
         *difference("not as the manifest says", bad_arrays, what="arrays"),
@@ -99,8 +99,3 @@ def difference(how: str, names: list[str], *, what: str = "tensors") -> list[str
         return []
     more = f", … {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return [f"! {len(names)} {what} {how}: {', '.join(names[:_SHOWN])}{more}"]
-
-
-def _hash_file(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

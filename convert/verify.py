@@ -8,12 +8,12 @@ checkpoint states of its own bytes is checked, too (`own_hashes.py`, and
 
 import concurrent.futures
 import contextlib
-import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
 from convert.checkpoint import DRAFT, Checkpoint
 from convert.detect import open_checkpoint, open_draft
+from convert.digest import Digest
 from convert.ours_source import is_ours
 from convert.own_hashes import ArrayHashes, check_own_hashes, difference
 from convert.progress import Reporter, make_reporter
@@ -74,7 +74,7 @@ def compare(first: Checkpoint, second: Checkpoint) -> list[str]:
             _hash_pairs([a[n] for n in alike], [b[n] for n in alike], reporter)
         )
     differ = [
-        f"{name} (SHA-256 {x[:12]}… and {y[:12]}…)"
+        f"{name} (BLAKE3 {x[:12]}… and {y[:12]}…)"
         for name, (x, y) in zip(alike, hashes, strict=True)
         if x != y
     ]
@@ -119,19 +119,19 @@ def _by_published_name(checkpoint: Checkpoint) -> dict[str, Tensor]:
 def _hash_pairs(
     first: list[Tensor], second: list[Tensor], reporter: Reporter
 ) -> Iterator[tuple[str, str]]:
-    """Yields the SHA-256 of each tensor and of its partner, which is as long."""
-    digests = (hashlib.sha256(), hashlib.sha256())
+    """Yields the hash of each tensor and of its partner, which is as long."""
+    digests = (Digest(), Digest())
     pieces = zip(read_pieces(first), read_pieces(second), strict=True)
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as pool:
         for a, b in pieces:
             reporter.at(a.tensor.file.name)
-            other = pool.submit(digests[1].update, b.data)
-            digests[0].update(a.data)
+            other = pool.submit(digests[1].add, b.data)
+            digests[0].add(a.data)
             other.result()
             reporter.advance(a.data.nbytes + b.data.nbytes)
             if a.last:
-                yield digests[0].hexdigest(), digests[1].hexdigest()
-                digests = (hashlib.sha256(), hashlib.sha256())
+                yield digests[0].hex(), digests[1].hex()
+                digests = (Digest(), Digest())
 
 
 def _report(what: str, lines: list[str]) -> bool:

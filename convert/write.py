@@ -6,17 +6,15 @@ compares it with those digests, and has the last of them to go on with.
 """
 
 import concurrent.futures
-import hashlib
 import queue
 import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 from convert import interrupt
 from convert.chunk_files import is_whole, read_slab, write_chunks, write_header
+from convert.digest import Digest
 from convert.durable import Scratch, sync
 from convert.leaf import Block, Leaf
 from convert.orbax_tree import TREE_FILE, write_tree
@@ -39,9 +37,7 @@ def write_leaves(
     staging: Staging,
     reporter: Reporter,
 ) -> dict[str, str]:
-    """Writes a checkpoint and returns the SHA-256 of each leaf by its path.
-
-    The digest is over the array's little-endian bytes in C order.
+    """Writes a checkpoint and returns the hash of each leaf by its path.
 
     Args:
       directory: Made here, below `staging`, or left there by a stopped run.
@@ -114,7 +110,7 @@ class _Lane:
         if digest is None:
             print(f"{key}: not as noted; it is written anew", file=sys.stderr)
             self._staging.journal.forget(key)
-            digest, noted = hashlib.sha256(), ()
+            digest, noted = Digest(), ()
         self._reporter.advance(leaf.nbytes * len(noted) // len(blocks))
         self._changed |= write_header(array)
         for block in blocks[len(noted) :]:
@@ -123,14 +119,14 @@ class _Lane:
             self._reporter.at(leaf.file(block).name)
             slab = self._slab.array(tuple(s.stop - s.start for s in block), leaf.dtype)
             leaf.read(block, slab)
-            _add(digest, slab)
+            digest.add(slab)
             self._changed |= write_chunks(array, block, slab, self._chunk)
-            self._notes.append((key, digest.hexdigest()))
+            self._notes.append((key, digest.hex()))
             self._unnoted_bytes += slab.nbytes
             if self._unnoted_bytes >= MAX_UNNOTED_BYTES:
                 self._note()
             self._reporter.advance(slab.nbytes)
-        return digest.hexdigest()
+        return digest.hex()
 
     def _note(self) -> None:
         """Makes durable what was written, and then notes it."""
@@ -141,22 +137,20 @@ class _Lane:
         self._unnoted_bytes = 0
 
 
-def _digest_of(array: StoredArray, blocks: Sequence[Block], noted: Sequence[str]):
+def _digest_of(
+    array: StoredArray, blocks: Sequence[Block], noted: Sequence[str]
+) -> Digest | None:
     """Returns the hash over the slabs that are noted, or None if one differs."""
-    digest = hashlib.sha256()
+    digest = Digest()
     for block, expected in zip(blocks, noted, strict=True):
         interrupt.check()
         try:
-            _add(digest, read_slab(array, block))
+            digest.add(read_slab(array, block))
         except CheckpointError:
             return None
-        if digest.hexdigest() != expected:
+        if digest.hex() != expected:
             return None
     return digest
-
-
-def _add(digest, slab: np.ndarray) -> None:
-    digest.update(slab.reshape(-1).view(np.uint8))
 
 
 def _size(item: Leaf) -> int:

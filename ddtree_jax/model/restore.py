@@ -32,7 +32,7 @@ from ddtree_jax.model.params import (
 MANIFEST = "manifest.json"
 PARAMS = "params"
 FORMAT = "ddtree_jax-checkpoint"
-VERSION = 1
+VERSION = 2
 # Of stored arrays, by NumPy's names.
 _DTYPES = ("bfloat16", "float16", "float32", "int32", "int64", "uint8")
 

@@ -1,11 +1,11 @@
 """`python -m convert`: what it writes, says and refuses."""
 
-import hashlib
 import json
 import shutil
 
 import numpy as np
 import pytest
+from blake3 import blake3
 
 from convert.__main__ import main
 from tests.convert.command import refused, run
@@ -36,7 +36,7 @@ def test_manifest(converted, tensors):
     manifest = json.loads((converted / "manifest.json").read_text())
     assert (manifest["format"], manifest["version"], manifest["kind"]) == (
         "ddtree_jax-checkpoint",
-        1,
+        2,
         "target",
     )
     assert manifest["source"]["directory"] == "tiny_k26"
@@ -51,14 +51,14 @@ def test_manifest(converted, tensors):
         "shape": [3, 16, 128, 8],
         "dtype": "bfloat16",
         "chunk": [1, 16, 128, 1],
-        "sha256": hashlib.sha256(data).hexdigest(),
+        "blake3": blake3(data).hexdigest(),
         "source": "language_model.model.layers.{1..3}.mlp.experts.{0..15}."
         "down_proj.weight_scale",
     }
     config = (converted / "config.json").read_bytes()
     assert manifest["files"]["config.json"] == {
         "bytes": len(config),
-        "sha256": hashlib.sha256(config).hexdigest(),
+        "blake3": blake3(config).hexdigest(),
     }
     kept = [t for n, t in tensors.items() if not n.endswith("weight_shape")]
     assert manifest["total_bytes"] == sum(len(t.data) for t in kept)

@@ -97,7 +97,7 @@ def test_drafter(capsys):
 def test_ours(capsys, converted, no_score):
     found = lines(capsys, converted, code=0)
     has(found, "ok: weights: ddtree_jax-checkpoint", "524 tensors, 4861696 bytes")
-    has(found, "not checked: sha256 of arrays and files: `verify` does that")
+    has(found, "not checked: hashes of arrays and files: `verify` does that")
     has(found, f"not checked: {INDEX}: ddtree_jax-checkpoint has none")
     has(found, "ok: draft: weights: ddtree_jax-checkpoint")
     [chunk, *_] = sorted((converted / "params" / "norm").rglob("c/*"))

@@ -125,7 +125,7 @@ def test_incomplete(copy):
     ("changes", "match"),
     [
         ({"format": "other"}, "expected format 'ddtree_jax-checkpoint'"),
-        ({"version": 2}, "version 2; expected 1; convert the source again"),
+        ({"version": 1}, "version 1; expected 2; convert the source again"),
         ({"kind": "draft"}, "kind 'draft'; expected 'target'"),
         (
             {"tensors": {}},
