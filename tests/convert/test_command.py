@@ -84,7 +84,7 @@ def test_inspect(capsys, converted, tensors):
     lines = out.splitlines()
     assert code == 0 and lines[:5] == [
         "ddtree_jax-checkpoint, target, 4 layers, 16 experts, INT4 pack-quantized",
-        "version 1, made from Hugging Face safetensors 'tiny_k26'",
+        "version 2, made from Hugging Face safetensors 'tiny_k26'",
         f"37 arrays, 35 extra tensors, {total - shapes} bytes",
         "files: config.json, generation_config.json, tiktoken.model, "
         "tokenizer_config.json, chat_template.jinja",

@@ -103,7 +103,7 @@ def test_drafters(capsys, tmp_path, converted):
     draft["norm.weight"] = flipped(draft["norm.weight"], 5)
     write_checkpoint(other / "draft", draft, config, shards=1)
     (line,) = different(capsys, converted, other)
-    assert line.startswith("draft: ! 1 tensors of different bytes: norm.weight (SHA")
+    assert line.startswith("draft: ! 1 tensors of different bytes: norm.weight (BLAKE3 ")
 
 
 @pytest.mark.parametrize(
@@ -121,14 +121,14 @@ def test_drafters(capsys, tmp_path, converted):
 def test_one_bit(capsys, written, converted, tensors, name, bit):
     bad = flipped(tensors[name], bit % (8 * len(tensors[name].data)))
     (line,) = different(capsys, written(tensors | {name: bad}), converted)
-    assert line.startswith(f"! 1 tensors of different bytes: {name} (SHA-256 ")
+    assert line.startswith(f"! 1 tensors of different bytes: {name} (BLAKE3 ")
 
 
 def test_many_differences_are_counted(capsys, written, converted, tensors):
     bad = {n: flipped(t, 9) for n, t in tensors.items() if ".1.mlp.experts.3." in n}
     (line,) = different(capsys, converted, written(tensors | bad))
     assert line.startswith("! 9 tensors of different bytes: ")
-    assert line.count("SHA-256") == 5 and line.endswith(", … 4 more")
+    assert line.count("BLAKE3") == 5 and line.endswith(", … 4 more")
 
 
 def test_missing_extra_and_of_another_shape(capsys, written, converted, tensors):

@@ -166,7 +166,7 @@ def test_every_number_of_tokens_has_a_ring(device):
         "warpgroups": device.warpgroups,
     }
     for tokens in range(1, device.tokens + 1):
-        config = choose(tokens=tokens, **sizes)
+        config = choose(tokens=tokens, hidden=7168, **sizes)
         assert config.blocks == device.blocks
         assert config.warpgroups == device.warpgroups
         assert config.row_tiles == (1 if tokens <= 8 else 2)

@@ -47,6 +47,7 @@ def cut(
     warpgroups: int = 4,
     slots: int = 2,
     shared_units: bool = False,
+    late_blocks: int = 0,
 ) -> Cut:
     case = GroupedCase(
         size="ci",
@@ -66,6 +67,7 @@ def cut(
         slots=slots,
         blocks=1,
         shared_units=shared_units,
+        late_blocks=late_blocks,
     )
     return Cut(case, config)
 
@@ -112,6 +114,8 @@ CUTS = {
     ),
     # Over more groups of rows than the rings can get ahead by.
     "warpgroups with more and with fewer items": cut(tokens=9, experts=5, choices=3),
+    # One block has no other to wait for: here the order of its units is at stake.
+    "late units": cut(tokens=17, experts=5, choices=3, late_blocks=1),
 }
 SLOW_CUTS = {
     "a ring of one": cut(tokens=9, slots=1),

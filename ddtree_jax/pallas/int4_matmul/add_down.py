@@ -8,6 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ddtree_jax.arrays import Array
+from ddtree_jax.pallas.int4_matmul.arrivals import wait_for_late_units
 from ddtree_jax.pallas.int4_matmul.block import (
     Inputs,
     Problem,
@@ -85,11 +86,20 @@ def _add_items(
     hidden: Any,
 ) -> None:
     interpret, warpgroups = problem.interpret, problem.config.warpgroups
-    total = inputs.count[0] * problem.items
+    count = inputs.count[0]
+    total = count * problem.items
+    on_time = count * problem.units - problem.late_units(count)
+    # From this item on some of the activations come from late units.
+    late = lax.div(on_time, jnp.int32(problem.units)) * problem.items
     columns = own_columns(interpret=interpret)
 
     def load(k):
         number = jnp.minimum(k * warpgroups + warpgroup, total - 1)
+
+        @pl.when((number >= late) & (number < late + warpgroups))
+        def _():
+            wait_for_late_units(problem, inputs)
+
         tile, part = (f(number, jnp.int32(problem.items)) for f in (lax.div, lax.rem))
         return Item(
             tuple(

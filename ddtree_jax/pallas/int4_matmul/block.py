@@ -50,6 +50,14 @@ class Problem:
         """Of one token tile: parts of the inner width, for 64 rows of the result."""
         return self.inner // (ITEM_TILES * TILE_IN)
 
+    def late_units(self, count: Array) -> Array:
+        """Returns how many units are late ones, the last, of `count` token tiles.
+
+        An eighth fewer than take as long as a group of rows, so that none is awaited.
+        """
+        slots = count * (self.items * self.config.late_blocks * 7)
+        return lax.div(slots, jnp.int32(8 * self.unit_stages))
+
 
 class Inputs(NamedTuple):
     """Arrays in global memory; weights as words and scales.
@@ -104,7 +112,11 @@ class Share(NamedTuple):
     Attributes:
       first: Unit of gate and up that it begins with.
       stride: It does every so many-th.
-      units: How many.
+      units: How many, late ones included.
+      late: Which of its units is the first late one.
+      is_late: Whether its block does late ones.
+      first_late: The number of that among all units.
+      late_stride: It does every so many-th of the late ones; 0 where nobody does any.
       stages: Slots' worth of each unit that it does, the `offset`-th and every
         `step`-th further one.
       groups: Of 64 rows of the result that its block does, every `blocks`-th.
@@ -114,11 +126,25 @@ class Share(NamedTuple):
     first: Array
     stride: int
     units: Array
+    late: Array
+    is_late: Array
+    first_late: Array
+    late_stride: int
     stages: Array
     offset: Array
     step: int
     groups: Array
     items: Array
+
+    def unit(self, i: Array) -> Array:
+        """Returns the number of this warpgroup's unit `i` among all."""
+        if not self.late_stride:
+            return self.first + i * self.stride
+        past = i - self.late
+        late = self.first_late + past * self.late_stride
+        # A select has the compiler spill registers in the loop over units.
+        on_time = lax.shift_right_arithmetic(past, 31)
+        return late + lax.bitwise_and(on_time, self.first + i * self.stride - late)
 
 
 def share_of(problem: Problem, warpgroup: Array, count: Array) -> Share:
@@ -131,10 +157,22 @@ def share_of(problem: Problem, warpgroup: Array, count: Array) -> Share:
     else:
         first, stride = block + warpgroup * config.blocks, config.stride
         offset, step = jnp.int32(0), 1
+    late = problem.late_units(count)
+    on_time = count * problem.units - late
+    units = every(on_time, stride, first)
+    place = block - (config.blocks - config.late_blocks)
+    is_late = place >= 0
+    late_first = place + warpgroup * config.late_blocks
+    late_stride = config.late_blocks * config.warpgroups
+    more = every(late, late_stride, late_first) if late_stride else jnp.int32(0)
     return Share(
         first=first,
         stride=stride,
-        units=every(count * problem.units, stride, first),
+        units=units + jnp.where(is_late, more, 0),
+        late=units,
+        is_late=is_late,
+        first_late=on_time + late_first,
+        late_stride=late_stride,
         stages=every(stages, step, offset),
         offset=offset,
         step=step,

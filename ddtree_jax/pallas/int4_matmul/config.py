@@ -36,6 +36,8 @@ class GroupedConfig:
       blocks: All resident at the same time, since they wait for each other.
       shared_units: Whether the warpgroups of a block share the inputs of a unit: where
         there are not enough units for all of them.
+      late_blocks: The last so many, which have a group of rows less than the others to
+        do, and do more units instead: late ones, while the others add.
     """
 
     row_tiles: int
@@ -43,6 +45,7 @@ class GroupedConfig:
     slots: int
     blocks: int
     shared_units: bool = False
+    late_blocks: int = 0
 
     @property
     def stride(self) -> int:
@@ -50,22 +53,27 @@ class GroupedConfig:
         return self.blocks * self.warpgroups
 
 
-def choose(*, tokens: int, blocks: int, memory: int, warpgroups: int) -> GroupedConfig:
+def choose(
+    *, tokens: int, hidden: int, blocks: int, memory: int, warpgroups: int
+) -> GroupedConfig:
     """Returns a configuration for a number of tokens.
 
     Args:
+      hidden: Rows of the result.
       blocks: Multiprocessors of the device.
       memory: Bytes of shared memory of one.
       warpgroups: As in `GroupedConfig`.
     """
     scratch = 2 * _SCRATCH * warpgroups
     rest = memory - tokens * PADDED_ROWS * 4 - scratch - _SPARE
+    shared_units = tokens <= 2
     return GroupedConfig(
         row_tiles=1 if tokens <= 8 else 2,
         warpgroups=warpgroups,
         slots=rest // (warpgroups * _SLOT),
         blocks=blocks,
-        shared_units=tokens <= 2,
+        shared_units=shared_units,
+        late_blocks=0 if shared_units else -(hidden // ROWS) % blocks,
     )
 
 

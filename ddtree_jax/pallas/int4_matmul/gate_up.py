@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ddtree_jax.arrays import Array
+from ddtree_jax.pallas.int4_matmul.arrivals import LATE, ON_TIME, arrive
 from ddtree_jax.pallas.int4_matmul.block import (
     Inputs,
     Problem,
@@ -42,12 +43,16 @@ def gate_up(
     warpgroup: Array,
     hidden: Any,
 ) -> Array:
-    """Writes what this warpgroup's units give to `hidden`; returns stages used."""
+    """Writes what this warpgroup's units give to `hidden`; returns stages used.
+
+    Tells of it when those are done that are not late, and when all are.
+    """
     row_tiles, interpret = problem.config.row_tiles, problem.interpret
     scratch = shared.scratch.at[warpgroup]
 
     def unit(i, used):
-        number = share.first + i * share.stride
+        pl.when(i == share.late)(lambda: arrive(problem, inputs, ON_TIME))
+        number = share.unit(i)
         tile, rows = (f(number, jnp.int32(problem.units)) for f in (lax.div, lax.rem))
         products = _products(problem, share, inputs, shared, warpgroup, tile, used)
         for part in range(row_tiles):
@@ -62,7 +67,10 @@ def gate_up(
                 store(*sums)
         return used + share.stages
 
-    return lax.fori_loop(0, share.units, unit, jnp.int32(0))
+    used = lax.fori_loop(0, share.units, unit, jnp.int32(0))
+    pl.when(share.units == share.late)(lambda: arrive(problem, inputs, ON_TIME))
+    pl.when(share.is_late)(lambda: arrive(problem, inputs, LATE))
+    return used
 
 
 def _store(

@@ -5,7 +5,9 @@ out the units of gate and up: some rows of one expert, for one tile of its token
 all blocks wait for each other, and share out the rows of the result: the warpgroups of
 a block take the experts in turn and add what each contributes, in one order and without
 atomics. The loading warpgroup does not wait: by then it has filled the rings with
-weights of the down projection.
+weights of the down projection. Where there are fewer groups of rows than blocks, the
+blocks that would have none do the last units meanwhile, for which the others wait when
+they come to them.
 
 Source: weights as the left operand of the product, tokens as its right one, is the
 "swap AB" of SGLang's and TensorRT-LLM's mixtures of experts.
@@ -22,6 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ddtree_jax.arrays import BF16, F32, I32, Array
 from ddtree_jax.pallas.int4_matmul.add_down import add_down
+from ddtree_jax.pallas.int4_matmul.arrivals import wait_for_units
 from ddtree_jax.pallas.int4_matmul.block import Inputs, Problem, Shared, share_of
 from ddtree_jax.pallas.int4_matmul.config import (
     COLUMNS,
@@ -36,11 +39,6 @@ from ddtree_jax.pallas.int4_matmul.load import load
 from ddtree_jax.pallas.int4_matmul.route import Routing
 from ddtree_jax.pallas.int4_matmul.tiles import TILE_IN, Int4Tiles
 from ddtree_jax.pallas.registers import THREADS
-from ddtree_jax.pallas.shared_count import (
-    add_to_shared_count,
-    load_shared_count,
-    wait_for_shared_count,
-)
 from ddtree_jax.pallas.warpgroup import WARPS, overlap_launches
 
 # Of a stage: words and scales of two halves of a slot.
@@ -82,7 +80,7 @@ def grouped_swiglu(
         def multiply(warpgroup):
             share = share_of(problem, warpgroup, inputs.count[0])
             used = gate_up(problem, share, inputs, shared, warpgroup, hidden)
-            _wait_for_blocks(problem, inputs.arrived, shared.met, warpgroup)
+            wait_for_units(problem, inputs)
             add_down(problem, share, inputs, shared, warpgroup, used, hidden, out)
 
         with_registers(config, multiply, lambda: load(problem, inputs, shared))
@@ -152,30 +150,6 @@ def with_registers(
         if registers:
             plgpu.set_max_registers(registers.load, action="decrease")
         load()
-
-
-def _wait_for_blocks(
-    problem: Problem, arrived: Any, met: Any, warpgroup: Array
-) -> None:
-    """Returns when every warpgroup of every block has come here.
-
-    The interpreter has no atomics, and so runs one block only.
-
-    Args:
-      arrived: Blocks that have come here, in this launch or an earlier one. It is an
-        input that is written to: nobody else reads it, and Mosaic GPU's own semaphores
-        cost a copy, behind which no launch overlaps.
-    """
-    blocks = problem.config.blocks
-    # Less than all blocks of this launch have come: this one has not.
-    before = None if problem.interpret else load_shared_count(arrived)
-    plgpu.barrier_arrive(met)
-    plgpu.barrier_wait(met)
-    if before is None:
-        return
-    launches = lax.div(before, jnp.int32(blocks))
-    pl.when(warpgroup == 0)(lambda: add_to_shared_count(arrived))
-    wait_for_shared_count(arrived, (launches + 1) * blocks)
 
 
 def flat_tiles(weight: Int4Tiles) -> tuple[Array, Array]:

@@ -106,6 +106,7 @@ def int4_grouped_swiglu_pallas(
             return jnp.concatenate(results)
         config = choose(
             tokens=tokens,
+            hidden=hidden,
             blocks=device.blocks,
             memory=device.memory,
             warpgroups=device.warpgroups,

@@ -112,7 +112,7 @@ def _load_unit_stage(
     row_tiles = problem.config.row_tiles
     i = lax.div(k, share.stages)
     stage = share.offset + (k - i * share.stages) * share.step
-    number = share.first + i * share.stride
+    number = share.unit(i)
     tile, rows = (f(number, jnp.int32(problem.units)) for f in (lax.div, lax.rem))
     row = shared.experts[tile] * (problem.inner // TILE_OUT) + rows * row_tiles
     column = stage * (2 // row_tiles)

@@ -18,8 +18,8 @@ class Routing(NamedTuple):
       experts: Of the tiles.
       slots: Tokens, ascending; ~t in unused places, t the expert's first.
       weights: Of the tokens for this expert.
-      arrived: Blocks of the grouped kernel that have come to its barrier, in all of its
-        launches with this routing; zero at first.
+      arrived: The grouped kernel's counts, over all of its launches with this
+        routing; zero at first.
     """
 
     count: Any
@@ -77,5 +77,5 @@ def route(
         experts=experts_of,
         slots=slots,
         weights=scattered(expert_weights, jnp.float32(0)),
-        arrived=jnp.zeros((1,), jnp.int32),
+        arrived=jnp.zeros((2,), jnp.int32),
     )

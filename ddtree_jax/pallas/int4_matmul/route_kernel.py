@@ -50,7 +50,7 @@ def route_on_device(
                 ((tiles,), jnp.int32),
                 ((tiles, columns), jnp.int32),
                 ((tiles, columns), jnp.float32),
-                ((1,), jnp.int32),
+                ((2,), jnp.int32),
             )
         ),
         scratch_types=[
@@ -90,7 +90,8 @@ def _route(ids, weights, places: Routing, masks, starts, sums) -> None:
         _list_tiles(mine, tiles, start, first, experts, slots, starts)
         with mgpu.utils.when(_is_zero(_thread())):
             memref.store(total, count, [reg.at(0)])
-            memref.store(reg.i32(0), arrived, [reg.at(0)])
+            for i in range(ir.MemRefType(arrived.type).shape[0]):
+                memref.store(reg.i32(0), arrived, [reg.at(i)])
         gpu.barrier()
         for pair, expert, token in _pairs(ids, masks):
             begin = memref.load(starts, [reg.at(expert)])
