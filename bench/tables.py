@@ -98,6 +98,34 @@ def int4_table(results: Path) -> str:
     return _kernel_table(results, "int4", int4_rows)
 
 
+def convert_table(results: Path) -> str:
+    """Returns how fast checkpoints are converted, beside `cp`, and restored."""
+    parts = []
+    for path in sorted(results.glob("convert-*.json")):
+        record = read_record(path)
+        lines = [
+            f"{_origin(record)}:",
+            "",
+            "| from | to | GB | page cache | GB/s | of `cp` (repeats) | peak memory, GB |",
+            "|---|---|---:|---|---:|---|---:|",
+        ]
+        lines += map(_convert_line, record["rows"])
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) or "Conversion has not been timed yet."
+
+
+def _convert_line(row: dict) -> str:
+    case, of_cp = row["case"], "–"
+    if "ratio" in row:
+        low, high = row["ratios"][0], row["ratios"][-1]
+        of_cp = f"{row['ratio']:.2f} ({low:.2f}–{high:.2f})"
+    return (
+        f"| {case['source']} | {case['target']} | {case['bytes'] / 1e9:.1f} "
+        f"| {case.get('cache', '–')} | {row['gbps']:.2f} | {of_cp} "
+        f"| {row['peak_rss_mb'] / 1e3:.1f} |"
+    )
+
+
 def _kernel_table(results: Path, topic: str, rows: Callable[[Record], str]) -> str:
     parts = []
     for path in sorted(results.glob(f"{topic}-*.json")):
@@ -118,4 +146,5 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "tree build": tree_build_table,
     "tree mla": tree_mla_table,
     "int4": int4_table,
+    "convert": convert_table,
 }

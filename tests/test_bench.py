@@ -81,6 +81,7 @@ ACCEPTANCE = {
 EMPTY = "a\n<!-- acceptance -->\n<!-- /acceptance -->\n" + (
     "<!-- tree mla -->\n<!-- /tree mla -->\n<!-- int4 -->\n<!-- /int4 -->\n"
     "b\n<!-- tree build -->\n<!-- /tree build -->\nc\n"
+    "<!-- convert -->\n<!-- /convert -->\n"
 )
 
 
@@ -115,6 +116,7 @@ def test_what_was_not_measured_says_so_and_markers_are_needed(tmp_path):
     text = tables.updated(EMPTY, tmp_path)
     assert "Acceptance has not been measured yet." in text
     assert "The tree builder has not been timed yet." in text
+    assert "Conversion has not been timed yet." in text
     assert text.count("The kernel has not been timed yet.") == 2
     with pytest.raises(ConfigError, match="expected one block <!-- tree build -->"):
         tables.updated(EMPTY.replace("<!-- tree build -->", ""), tmp_path)
