@@ -46,7 +46,6 @@ def _tree_mla(flags: argparse.Namespace, argv: Sequence[str]) -> int:
     from bench import device_time, record, tree_mla, tree_mla_cases
     from bench.limits import Deadline
     from bench.tree_mla_table import table
-    from ddtree_jax.research.record import write_record
 
     deadline = Deadline.after(_TREE_MLA_SECONDS)
     cases = tree_mla_cases.chosen(flags.cases)
@@ -58,13 +57,8 @@ def _tree_mla(flags: argparse.Namespace, argv: Sequence[str]) -> int:
         "floors": tree_mla_cases.FLOORS,
         "peers": tree_mla_cases.PEERS_SOURCE,
     }
-    save = partial(write_record, path, made)
-    wrong = tree_mla.measure(cases, made["rows"], save=save, deadline=deadline)
-    print(table(made))
-    if made["rows"]:
-        print(f"{path} written")
-    if wrong:
-        raise DDTreeError("tree-mla: not measured: " + "; ".join(wrong))
+    measure = partial(tree_mla.measure, cases, deadline=deadline)
+    record.fill(made, path, measure, table)
     return 0
 
 
@@ -72,6 +66,13 @@ def _int4(flags: argparse.Namespace, argv: Sequence[str]) -> int:
     from bench import int4_command
 
     int4_command.run(flags.cases, flags.output, argv)
+    return 0
+
+
+def _tune_tree_mla(flags: argparse.Namespace, argv: Sequence[str]) -> int:
+    from bench import tree_mla_tuning
+
+    tree_mla_tuning.run(flags.cases, flags.output, argv)
     return 0
 
 
@@ -201,6 +202,15 @@ def _parser() -> argparse.ArgumentParser:
             "time tree-MLA attention beside XLA, in microseconds; needs a Hopper GPU",
         ),
         pattern="kimi-heads8-*-context5632-*",
+    )
+    _add_kernel(
+        command(
+            "tune-tree-mla",
+            _tune_tree_mla,
+            "time tree-MLA attention cut in several ways, and with all cases write the "
+            "table by which it is cut; needs a Hopper GPU",
+        ),
+        pattern="kimi-heads64-*",
     )
     _add_kernel(
         command(

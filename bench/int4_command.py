@@ -7,9 +7,8 @@ from pathlib import Path
 from bench import device_time, int4, int4_cases
 from bench.int4_table import table
 from bench.limits import Deadline
-from bench.record import results_path
-from ddtree_jax.errors import DDTreeError
-from ddtree_jax.research.record import make_record, write_record
+from bench.record import fill, results_path
+from ddtree_jax.research.record import make_record
 
 # After so many nothing new is begun; what is under way ends within 150.
 _SECONDS = 125
@@ -37,10 +36,5 @@ def run(patterns: Sequence[str], output: Path | None, argv: Sequence[str]) -> No
         "peers": int4_cases.PEERS_SOURCE,
     }
     print(f"copy: {gbps:.0f} GB/s", flush=True)
-    save = partial(write_record, path, made)
-    wrong = int4.measure(cases, made["rows"], gbps=gbps, save=save, deadline=deadline)
-    print(table(made))
-    if made["rows"]:
-        print(f"{path} written")
-    if wrong:
-        raise DDTreeError("int4: not measured: " + "; ".join(wrong))
+    measure = partial(int4.measure, cases, gbps=gbps, deadline=deadline)
+    fill(made, path, measure, table)

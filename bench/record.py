@@ -1,14 +1,15 @@
-"""Owns where records lie and how one is read: one file a topic and device."""
+"""Owns where records lie, how one is filled and read: one file a topic and device."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import jax
 
 from bench.timing import copy_gbps
-from ddtree_jax.errors import ConfigError
-from ddtree_jax.research.record import Record, make_record
+from ddtree_jax.errors import ConfigError, DDTreeError
+from ddtree_jax.research.record import Record, make_record, write_record
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -18,6 +19,31 @@ def bench_record(topic: str, rows: list[dict], argv: Sequence[str]) -> Record:
     record = make_record(topic, rows, program="bench", argv=argv)
     record["copy_gbps"] = round(copy_gbps(), 2)
     return record
+
+
+def fill(
+    record: Record,
+    path: Path,
+    measure: Callable[..., list[str]],
+    table: Callable[[Record], str],
+) -> None:
+    """Has a record filled, row by row, and prints it.
+
+    Args:
+      path: Where it is written, anew after each row.
+      measure: Adds rows, calls `save` whenever it has, and returns what went wrong.
+      table: Makes the record's rows readable.
+
+    Raises:
+      DDTreeError: Something was not measured; all else is written.
+    """
+    save = partial(write_record, path, record)
+    wrong = measure(record["rows"], save=save)
+    print(table(record))
+    if record["rows"]:
+        print(f"{path} written")
+    if wrong:
+        raise DDTreeError(f"{record['topic']}: not measured: " + "; ".join(wrong))
 
 
 def results_path(topic: str) -> Path:

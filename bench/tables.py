@@ -106,7 +106,8 @@ def convert_table(results: Path) -> str:
         lines = [
             f"{_origin(record)}:",
             "",
-            "| from | to | GB | page cache | GB/s | of `cp` (repeats) | peak memory, GB |",
+            "| from | to | GB | page cache | GB/s | of `cp` (repeats) "
+            "| peak memory, GB |",
             "|---|---|---:|---|---:|---|---:|",
         ]
         lines += map(_convert_line, record["rows"])

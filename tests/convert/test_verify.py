@@ -103,7 +103,9 @@ def test_drafters(capsys, tmp_path, converted):
     draft["norm.weight"] = flipped(draft["norm.weight"], 5)
     write_checkpoint(other / "draft", draft, config, shards=1)
     (line,) = different(capsys, converted, other)
-    assert line.startswith("draft: ! 1 tensors of different bytes: norm.weight (BLAKE3 ")
+    assert line.startswith(
+        "draft: ! 1 tensors of different bytes: norm.weight (BLAKE3 "
+    )
 
 
 @pytest.mark.parametrize(

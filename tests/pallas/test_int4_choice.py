@@ -170,7 +170,7 @@ def test_every_number_of_tokens_has_a_ring(device):
         assert config.blocks == device.blocks
         assert config.warpgroups == device.warpgroups
         assert config.row_tiles == (1 if tokens <= 8 else 2)
-        # Of 112 groups of rows the last blocks have none; few tokens have no late units.
+        # The last blocks have none of 112 groups of rows; few tokens need no help.
         late_blocks = {132: 20, 188: 76}[device.blocks] if tokens > 2 else 0
         assert config.late_blocks == late_blocks
         slots = config.warpgroups * config.slots * 16 * (64 * 16 // 2 + 64)

@@ -1,4 +1,4 @@
-"""Which tree-MLA kernel runs, and how the `mma` kernel's work is cut."""
+"""Which tree-MLA kernel runs, and how the work of each but the first is cut."""
 
 import dataclasses
 
@@ -10,6 +10,7 @@ import pytest
 from ddtree_jax.pallas.tree_mla import kernel, tree_mla_attention
 from ddtree_jax.pallas.tree_mla.cases import TreeMlaCase
 from ddtree_jax.pallas.tree_mla.mma_config import choose_mma
+from ddtree_jax.pallas.tree_mla.wide_config import choose_wide
 from tests.support.tree_mla import make, split_arguments
 
 CASE = TreeMlaCase(
@@ -84,6 +85,25 @@ def test_pallas_is_refused_without_a_gpu(monkeypatch):
 def test_choice(batch, rows, max_tiles, want):
     config = choose_mma(
         batch=batch, rows=rows, latent=512, rope=64, max_tiles=max_tiles, cores=188
+    )
+    got = config.rows, config.row_blocks, config.splits, config.slots
+    assert got == want
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows", "max_tiles", "want"),
+    [
+        # 64 rows a block, filled or not; a split has one tile at least.
+        (1, 8, 40, (64, 1, 40, 8)),
+        (1, 64, 9_000, (64, 1, 132, 8)),
+        (1, 65, 9_000, (64, 2, 66, 8)),
+        (1, 576, 9_000, (64, 9, 14, 8)),
+        (32, 576, 9_000, (64, 9, 1, 8)),
+    ],
+)
+def test_wide_choice(batch, rows, max_tiles, want):
+    config = choose_wide(
+        batch=batch, rows=rows, latent=512, rope=64, max_tiles=max_tiles, cores=132
     )
     got = config.rows, config.row_blocks, config.splits, config.slots
     assert got == want

@@ -1,9 +1,10 @@
-"""The Hopper kernel: in the interpreter with race detection, and on a GPU.
+"""The Hopper kernels: in the interpreter with race detection, and on a GPU.
 
 Each test of a kernel runs on the `machine` that its parameter names. The GPU's need
 one; there they are run by `JAX_PLATFORMS=cuda scripts/test -m gpu`.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -17,6 +18,11 @@ from ddtree_jax.pallas.tree_mla import tree_mla_attention
 from ddtree_jax.pallas.tree_mla.cases import CASES, TreeMlaCase
 from ddtree_jax.pallas.tree_mla.config import TreeMlaConfig
 from ddtree_jax.pallas.tree_mla.kernel import tree_mla_attention_pallas
+from ddtree_jax.pallas.tree_mla.wide_config import (
+    ROWS,
+    TreeMlaWideConfig,
+    choose_wide,
+)
 from tests.support import trees
 from tests.support.compare import assert_bit_equal, assert_close
 from tests.support.interpreter import DETECTING_RACES, no_races
@@ -102,6 +108,14 @@ def cut(
         combine_warpgroups=warpgroups,
     )
     return Cut(case, config, nodes if tail_rows is None else tail_rows)
+
+
+def wide(cut: Cut) -> Cut:
+    """Returns the cut for the wide kernel, whose blocks have 64 rows."""
+    rows = cut.case.heads * cut.case.nodes
+    sizes = dataclasses.asdict(cut.config) | {"rows": ROWS}
+    sizes["row_blocks"] = -(-rows // ROWS)
+    return cut._replace(config=TreeMlaWideConfig(**sizes))
 
 
 def ragged(page: int, longest: int) -> tuple[int, ...]:
@@ -213,8 +227,13 @@ SLOW_CUTS = {
 }
 
 
+BOTH = {f"{name}, wide": wide(cut) for name, cut in (CUTS | SLOW_CUTS).items()}
+BOTH |= CUTS | SLOW_CUTS
+
+
 def _interpreted(name: str):
-    marks = [pytest.mark.slow] if name in SLOW_CUTS else []
+    slow = name.removesuffix(", wide") in SLOW_CUTS
+    marks = [pytest.mark.slow] if slow else []
     return pytest.param("interpreter", name, id=name, marks=marks)
 
 
@@ -222,19 +241,33 @@ def _on_gpu(name: str):
     return pytest.param("gpu", name, id=f"{name}, gpu", marks=pytest.mark.gpu)
 
 
-NAMES = (*CUTS, *SLOW_CUTS)
-
-
 @pytest.mark.parametrize(
     ("machine", "name"),
-    [*map(_interpreted, NAMES), *map(_on_gpu, NAMES)],
+    [*map(_interpreted, BOTH), *map(_on_gpu, BOTH)],
     indirect=["machine"],
 )
 def test_cuts(machine, name):
     """Chains, stars, random and padded trees, with traps in all that is not read."""
-    case, config, tail_rows = (CUTS | SLOW_CUTS)[name]
+    case, config, tail_rows = BOTH[name]
     rng = np.random.default_rng(1)
     arrays, tree_list = make(case, rng, dtype=BF16, tail_rows=tail_rows)
+    got = attend(machine, arrays, config)
+    check("tree_mla kernel", got, arrays, tree_list, SCALE)
+
+
+@on_every_machine
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("two tail tiles", marks=pytest.mark.slow), "two tail tiles, wide"],
+)
+@quiet_arithmetic
+def test_rows_that_see_nothing_of_a_tile_add_nothing(machine, name):
+    """The second tail tile has one node; the rest is as large as can be."""
+    case, config, _ = BOTH[name]
+    rng = np.random.default_rng(1)
+    arrays, tree_list = make(case, rng, dtype=BF16, tail_rows=128)
+    for tail in ("tail_latent", "tail_rope"):
+        arrays[tail] = np.where(np.isnan(arrays[tail]), BF16(3e38), arrays[tail])
     got = attend(machine, arrays, config)
     check("tree_mla kernel", got, arrays, tree_list, SCALE)
 
@@ -243,6 +276,9 @@ def test_cuts(machine, name):
 # the long request has four context tiles, its second three and the tail.
 SHAPE = cut(
     heads=2, nodes=9, page=16, context=(70, 390), rows=24, splits=2, tail_rows=11
+)
+with_both_kernels = pytest.mark.parametrize(
+    "config", [SHAPE.config, wide(SHAPE).config], ids=["transposed", "wide"]
 )
 
 
@@ -255,9 +291,9 @@ def draw(seed: int = 2) -> tuple[Arrays, list[trees.Tree]]:
 
 
 @functools.cache
-def clean(machine: str):
+def clean(machine: str, config: TreeMlaConfig):
     """Returns what `draw()` gives."""
-    return attend(machine, draw()[0], SHAPE.config)
+    return attend(machine, draw()[0], config)
 
 
 def assert_equal_bits_where(places: np.ndarray, got, want) -> None:
@@ -266,41 +302,48 @@ def assert_equal_bits_where(places: np.ndarray, got, want) -> None:
 
 
 @on_every_machine
-def test_two_runs_are_bit_identical(machine):
+@with_both_kernels
+def test_two_runs_are_bit_identical(machine, config):
     arrays, tree_list = draw()
-    again = attend(machine, arrays, SHAPE.config)
+    again = attend(machine, arrays, config)
     everywhere = np.ones(again[0].shape[:2], bool)
-    assert_equal_bits_where(everywhere, again, clean(machine))
+    assert_equal_bits_where(everywhere, again, clean(machine, config))
     check("tree_mla kernel", again, arrays, tree_list, SCALE)
 
 
 @on_every_machine
+@with_both_kernels
 @pytest.mark.parametrize("filler", [3e38, np.inf])
 @quiet_arithmetic
-def test_what_must_not_be_read_does_not_matter(machine, filler):
+def test_what_must_not_be_read_does_not_matter(machine, config, filler):
     """NaN is what `draw` puts there."""
     arrays, tree_list = draw()
     for name, array in arrays.items():
         if array.dtype == BF16:
             arrays[name] = np.where(np.isnan(array), BF16(filler), array)
     used = np.stack([tree.used for tree in tree_list])
-    assert_equal_bits_where(used, attend(machine, arrays, SHAPE.config), clean(machine))
+    got = attend(machine, arrays, config)
+    assert_equal_bits_where(used, got, clean(machine, config))
 
 
 @on_every_machine
+@with_both_kernels
 @pytest.mark.parametrize(("pages", "token"), [("latent_cache", 389), ("rope_cache", 0)])
-def test_nan_in_a_committed_row_surfaces_in_that_request_only(machine, pages, token):
+def test_nan_in_a_committed_row_surfaces_in_that_request_only(
+    machine, config, pages, token
+):
     arrays, _ = draw()
     page = arrays["page_table"][1, token // SHAPE.case.page_size]
     arrays[pages][page, token % SHAPE.case.page_size, 7] = np.nan
-    out, lse = attend(machine, arrays, SHAPE.config)
+    out, lse = attend(machine, arrays, config)
     assert np.isnan(out[1]).all()
     assert np.isnan(lse[1]).all()
     request_0 = np.arange(2)[:, None] + np.zeros(out.shape[1]) == 0
-    assert_equal_bits_where(request_0, (out, lse), clean(machine))
+    assert_equal_bits_where(request_0, (out, lse), clean(machine, config))
 
 
 @on_every_machine
+@with_both_kernels
 @pytest.mark.parametrize(
     ("tail", "value"),
     [
@@ -312,7 +355,9 @@ def test_nan_in_a_committed_row_surfaces_in_that_request_only(machine, pages, to
     ],
 )
 @quiet_arithmetic
-def test_a_bad_tail_row_surfaces_in_the_nodes_that_see_it_only(machine, tail, value):
+def test_a_bad_tail_row_surfaces_in_the_nodes_that_see_it_only(
+    machine, config, tail, value
+):
     arrays, tree_list = draw()
     above = trees.ancestors(tree_list[0])
     # Of the nodes that some see and some do not, the one with most descendants.
@@ -320,12 +365,12 @@ def test_a_bad_tail_row_surfaces_in_the_nodes_that_see_it_only(machine, tail, va
     sees = above[:, bad]
     assert 1 < sees.sum() < len(sees)
     arrays[tail][0, bad, 7] = value
-    out, lse = attend(machine, arrays, SHAPE.config)
+    out, lse = attend(machine, arrays, config)
     assert np.isnan(out[0][sees]).all()
     assert np.isnan(lse[0][sees]).all()
     others = np.stack([tree.used for tree in tree_list])
     others[0] &= ~sees
-    assert_equal_bits_where(others, (out, lse), clean(machine))
+    assert_equal_bits_where(others, (out, lse), clean(machine, config))
 
 
 def rising(tile):
@@ -345,8 +390,9 @@ def zigzag(tile):
 
 
 @on_every_machine
+@with_both_kernels
 @pytest.mark.parametrize("level", [rising, falling, first_is_low, zigzag])
-def test_rescaling(machine, level: Callable[[int], float]):
+def test_rescaling(machine, config, level: Callable[[int], float]):
     """Logits of whole tiles differ by 40 and more, in some rows, up and down."""
     arrays, tree_list = draw()
     # The column sets the logits: `level` for head 0, its negative for head 1.
@@ -357,12 +403,13 @@ def test_rescaling(machine, level: Callable[[int], float]):
         for t in range(length):
             row = table[b, t // size], t % size
             arrays["latent_cache"][(*row, column)] = level(t // 64) / weight / SCALE
-    got = attend(machine, arrays, SHAPE.config)
+    got = attend(machine, arrays, config)
     check("tree_mla kernel", got, arrays, tree_list, SCALE)
 
 
 @on_every_machine
-def test_neighbours_do_not_matter(machine):
+@with_both_kernels
+def test_neighbours_do_not_matter(machine, config):
     """Another request 0: other values, other length, other pages, another tree."""
     arrays, tree_list = draw()
     others, _ = draw(seed=3)
@@ -376,11 +423,11 @@ def test_neighbours_do_not_matter(machine):
             array[0] = others[name][0]
     arrays["context_len"][0] = 40
     arrays["page_table"][0] = free[0]
-    out, lse = attend(machine, arrays, SHAPE.config)
+    out, lse = attend(machine, arrays, config)
     used = np.stack([tree.used for tree in tree_list])
-    assert (out[0] != clean(machine)[0][0]).any()
+    assert (out[0] != clean(machine, config)[0][0]).any()
     used[0] = False
-    assert_equal_bits_where(used, (out, lse), clean(machine))
+    assert_equal_bits_where(used, (out, lse), clean(machine, config))
 
 
 @jax.jit
@@ -410,20 +457,35 @@ def reference(arrays: Arrays, case: TreeMlaCase):
     return out, lse
 
 
+def chosen(choice: Callable[..., TreeMlaConfig], case: TreeMlaCase) -> TreeMlaConfig:
+    """Returns the cut that an H200 would get."""
+    held = case.pages_per_request * case.page_size
+    return choice(
+        batch=len(case.context_len),
+        rows=case.nodes * case.heads,
+        latent=case.latent,
+        rope=case.rope,
+        max_tiles=-(-held // 64) - (-case.nodes // 64),
+        cores=132,
+    )
+
+
 def _kimi(case: TreeMlaCase):
     marks = [pytest.mark.slow] if max(case.context_len) > 16_384 else []
     return pytest.param(case, id=case.name, marks=marks)
 
 
 @pytest.mark.parametrize("machine", [GPU], indirect=True)
+@pytest.mark.parametrize("choice", [None, choose_wide], ids=["tuned", "wide"])
 @pytest.mark.parametrize("case", [_kimi(case) for case in CASES if case.size == "kimi"])
-def test_kimi(machine, case):
+def test_kimi(machine, case, choice):
     """The tuned cut against the reference on the same GPU, in float32."""
     arrays, tree_list = make(
         case, np.random.default_rng(4), dtype=BF16, tail_rows=-(-case.nodes // 64) * 64
     )
     arrays = jax.device_put(arrays)
-    out, lse = attend(machine, arrays, None)
+    config = choice and chosen(choice, case)
+    out, lse = attend(machine, arrays, config)
     want_out, want_lse = reference(arrays, case)
     used = np.stack([tree.used for tree in tree_list])
     assert_close("tree_mla kernel", out[used], want_out[used])

@@ -3,7 +3,7 @@
 The product is transposed: keys, and later latent columns, are the 64-row operand
 of `wgmma`, and query rows are its N. So 8 rows cost what 8 rows need, where rows
 as the 64-row operand would be padded: 72 rows (8 heads, 9 nodes) fill 56 % of two
-such tiles.
+such tiles. For many rows, `wide.py` is the other way round.
 
 Four warpgroups work on a tile of 64 keys in turn, and on different tiles at once:
 
@@ -21,13 +21,13 @@ transposed product of FlashMLA-ETAP (arXiv 2506.01969); lazy rescaling as in
 FlashAttention-4.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 from jax import numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ddtree_jax.arrays import F32, Array
@@ -52,6 +52,7 @@ class Variant(NamedTuple):
     Attributes:
       scratch: Makes the shared memory of a block, for a problem.
       buffers: Gives its pieces their names.
+      barriers: Makes the barriers of a block, for a problem.
       registers: Of a thread of the warpgroups that score, weigh and load; None leaves
         them what they start with, 128.
       options: Of `CompilerParams`.
@@ -62,6 +63,7 @@ class Variant(NamedTuple):
     weigh: Callable[..., None]
     scratch: Callable[[Problem], Sequence[Any]]
     buffers: Callable[..., Buffers]
+    barriers: Callable[[Problem], Barriers]
     registers: tuple[int, int, int] | None
     options: Mapping[str, Any]
 
@@ -73,6 +75,7 @@ HOPPER = Variant(
     weigh=weigh,
     scratch=buffers,
     buffers=Buffers,
+    barriers=barriers,
     registers=(136, 176, 24),
     options={},
 )
@@ -115,20 +118,21 @@ def attend(
         w = work(problem, inputs.context_len)
         warpgroup = lax.axis_index("warpgroup")
 
-        @pl.when(warpgroup == 0)
-        def _():
+        def scorer():
             set_registers(0, "increase")
             variant.score(problem, w, inputs, s, b, peaks, totals)
 
-        @pl.when((warpgroup == 1) | (warpgroup == 2))
-        def _():
+        def weigher():
             set_registers(1, "increase")
             variant.weigh(problem, w, s, b, warpgroup - 1, partial)
 
-        @pl.when(warpgroup == 3)
-        def _():
+        def loader():
             set_registers(2, "decrease")
             Loader(problem, w, inputs, s, b).run()
+
+        # Not one condition after another: what those ask would take registers.
+        others = functools.partial(lax.cond, warpgroup == 3, loader, weigher)
+        lax.cond(warpgroup == 0, scorer, others)
 
     kernel = plgpu.kernel(
         body,
@@ -137,7 +141,7 @@ def attend(
             jax.ShapeDtypeStruct(rows, jnp.float32),
             jax.ShapeDtypeStruct(rows, jnp.float32),
         ),
-        scratch_types=[*scratch, *barriers(problem)],
+        scratch_types=[*scratch, *variant.barriers(problem)],
         grid=(config.splits, config.row_blocks, batch),
         grid_names=("split", "row_block", "request"),
         num_threads=4,

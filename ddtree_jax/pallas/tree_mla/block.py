@@ -62,11 +62,20 @@ class Problem:
 
     @property
     def layout(self) -> Any:
-        """How a warpgroup holds an array of a tile's keys × any columns."""
+        """How a warpgroup holds logits, and keys × any columns."""
         warps = self.tile // 16
         if warps == WARPS:
             return LAYOUT
         return plgpu.Layout.MMA_ACC(jnp.float32, m_warps=warps)
+
+    @property
+    def by_row(self) -> Any:
+        """How a warpgroup holds an array of one element a row."""
+        return self.layout.reduce(1 - self.config.rows_axis)
+
+    def spread(self, vector: Array, shape: tuple[int, ...]) -> Array:
+        """Returns an array of one element a row in the shape of logits or sums."""
+        return lax.broadcast_in_dim(vector, shape, [self.config.rows_axis])
 
 
 class Work(NamedTuple):
@@ -104,12 +113,12 @@ class Buffers(NamedTuple):
 
     Attributes:
       ring: Latents of the tiles in work, in slots.
-      probabilities: P of one tile, rows × keys.
-      peaks: Reference logit of each row, as exponents of 2.
+      probabilities: P of one tile, rows × keys; of two tiles in the wide kernel.
+      peaks: Reference logit of each row, as exponents of 2, where registers are short.
       growth: By what `weigh` scales its sums, for the tiles of even and odd number.
       grew: Whether it has to.
       words: Ancestor bits of the rows, for both halves of a tail tile.
-      scratch: For reductions of `score`.
+      scratch: For reductions of `score`, where they cross warps.
     """
 
     q_latent: Any
@@ -169,17 +178,24 @@ def buffers(problem: Problem) -> Buffers:
     )
 
 
-def barriers(problem: Problem) -> Barriers:
-    """Returns the barriers of a block."""
+def barriers(
+    problem: Problem, *, slot_readers: int = 2, tiles_ahead: int = 1
+) -> Barriers:
+    """Returns the barriers of a block.
+
+    Args:
+      slot_readers: Warpgroups that sum what is in one slot.
+      tiles_ahead: Tiles of which there is room for P.
+    """
     slots, pieces = problem.config.slots, problem.pieces
     return Barriers(
         queries=plgpu.Barrier(num_arrivals=2),
         slot_full=plgpu.Barrier(num_arrivals=pieces, num_barriers=slots),
-        slot_free=plgpu.Barrier(num_arrivals=2, num_barriers=slots),
+        slot_free=plgpu.Barrier(num_arrivals=slot_readers, num_barriers=slots),
         rope_full=plgpu.Barrier(num_arrivals=pieces),
         rope_free=plgpu.Barrier(),
-        probabilities_full=plgpu.Barrier(),
-        probabilities_free=plgpu.Barrier(num_arrivals=2),
+        probabilities_full=plgpu.Barrier(num_barriers=tiles_ahead),
+        probabilities_free=plgpu.Barrier(num_arrivals=2, num_barriers=tiles_ahead),
     )
 
 

@@ -35,9 +35,11 @@ class TreeMlaConfig:
       slots: Of the ring of latents, each 64 keys × 128 columns; at most two tiles.
       combine_warpgroups: That share a request's splits when they are combined.
       tile: Keys of a tile; it also says which kernel: this one is Hopper's.
+      rows_axis: Of logits and of sums; the other one has keys, and latent columns.
     """
 
     tile: ClassVar[int] = TILE
+    rows_axis: ClassVar[int] = 1
 
     rows: int
     row_blocks: int
@@ -47,7 +49,14 @@ class TreeMlaConfig:
 
 
 def choose(
-    *, batch: int, rows: int, latent: int, rope: int, max_tiles: int, cores: int
+    *,
+    batch: int,
+    rows: int,
+    latent: int,
+    rope: int,
+    max_tiles: int,
+    cores: int,
+    max_rows: int = MAX_ROWS,
 ) -> TreeMlaConfig:
     """Returns the cut of a call; static, whatever the lengths turn out to be.
 
@@ -55,8 +64,9 @@ def choose(
       rows: Of one request: nodes × heads.
       max_tiles: Of one request: what its page table can hold, and its tail.
       cores: Streaming multiprocessors of the device.
+      max_rows: Of a block.
     """
-    blocks = -(-rows // MAX_ROWS)
+    blocks = -(-rows // max_rows)
     block_rows = -(-rows // (8 * blocks)) * 8
     splits = max(1, min(cores // (batch * blocks), max_tiles))
     queries = block_rows * (latent + rope) * 2
@@ -67,8 +77,13 @@ def choose(
         row_blocks=-(-rows // block_rows),
         splits=splits,
         slots=min(ring // (TILE * SLOT_COLUMNS * 2), 2 * latent // SLOT_COLUMNS),
-        combine_warpgroups=8 if splits > 32 else 4 if splits > 8 else 1,
+        combine_warpgroups=combine_warpgroups(splits),
     )
+
+
+def combine_warpgroups(splits: int) -> int:
+    """Returns how many warpgroups share so many splits when they are combined."""
+    return 8 if splits > 32 else 4 if splits > 8 else 1
 
 
 def tiles_per_split(total: I32[Array, ""], splits: int) -> I32[Array, ""]:

@@ -1,7 +1,8 @@
 """Owns the call of the kernels with the arguments of the entry.
 
-The one that attends has two variants, with `wgmma` for Hopper and with `mma` for GPUs
-that have little shared memory; the one that combines splits serves both.
+The one that attends has three variants: two with `wgmma` for Hopper, and one with
+`mma` for GPUs that have little shared memory; `tuned.py` says which takes a call. The
+one that combines splits serves all.
 """
 
 import math
@@ -11,18 +12,29 @@ from jax import numpy as jnp
 
 from ddtree_jax.arrays import BF16, F32, I32, U32, Array
 from ddtree_jax.pallas.device import compute_capability
-from ddtree_jax.pallas.tree_mla import mma
+from ddtree_jax.pallas.tree_mla import mma, wide
 from ddtree_jax.pallas.tree_mla.attend import HOPPER, attend
 from ddtree_jax.pallas.tree_mla.block import Inputs, Problem
 from ddtree_jax.pallas.tree_mla.combine import combine
 from ddtree_jax.pallas.tree_mla.config import SLOT_COLUMNS, TILE, TreeMlaConfig, choose
 from ddtree_jax.pallas.tree_mla.mma_config import TreeMlaMmaConfig, choose_mma
+from ddtree_jax.pallas.tree_mla.tuned import Rule, rule_for
+from ddtree_jax.pallas.tree_mla.wide_config import TreeMlaWideConfig, choose_wide
 
-# By compute capability: keys of a tile, what cuts the work, and for how many
-# multiprocessors (of an H200, an RTX PRO 6000). Fewer take more than one wave.
+# By compute capability: multiprocessors of an H200, of an RTX PRO 6000. A GPU with
+# fewer takes more than one wave.
+_CORES = {"9.0": 132, "12.0": 188}
+# By the name in the table of rules: keys of a tile, and what cuts the work.
 _CUTS = {
-    "9.0": (TreeMlaConfig.tile, choose, 132),
-    "12.0": (TreeMlaMmaConfig.tile, choose_mma, 188),
+    "transposed": (TreeMlaConfig.tile, choose),
+    "wide": (TreeMlaWideConfig.tile, choose_wide),
+    "mma": (TreeMlaMmaConfig.tile, choose_mma),
+}
+# By the class of the config.
+_VARIANTS = {
+    TreeMlaConfig: HOPPER,
+    TreeMlaWideConfig: wide.VARIANT,
+    TreeMlaMmaConfig: mma.VARIANT,
 }
 
 
@@ -84,8 +96,17 @@ def tree_mla_attention_pallas(
     rows, rope = n * h, q_rope.shape[-1]
     page_size = latent_cache.shape[1]
     if config is None:
-        held = page_table.shape[1] * page_size
-        config = _cut(batch=b, rows=rows, latent=latent, rope=rope, held=held, nodes=n)
+        capability = _capability()
+        config = cut(
+            capability,
+            rule_for(capability, rows=rows, batch=b),
+            batch=b,
+            heads=h,
+            nodes=n,
+            latent=latent,
+            rope=rope,
+            held=page_table.shape[1] * page_size,
+        )
     problem = Problem(
         nodes=n,
         heads=h,
@@ -109,7 +130,7 @@ def tree_mla_attention_pallas(
         _padded(tail_rope, config.tile),
         ancestor_bits,
     )
-    variant = mma.VARIANT if isinstance(config, TreeMlaMmaConfig) else HOPPER
+    variant = _VARIANTS[type(config)]
     partial, peaks, totals = attend(variant, problem, inputs, interpret=interpret)
     out, lse = combine(
         problem, partial, peaks, totals, context_len, interpret=interpret
@@ -118,22 +139,43 @@ def tree_mla_attention_pallas(
     return out.reshape(b, n, h, latent), lse.reshape(b, n, h)
 
 
-def _cut(*, held: int, nodes: int, **sizes: int) -> TreeMlaConfig:
-    """Returns how the work is cut for the GPUs there are.
+def cut(
+    capability: str,
+    rule: Rule,
+    *,
+    batch: int,
+    heads: int,
+    nodes: int,
+    latent: int,
+    rope: int,
+    held: int,
+) -> TreeMlaConfig:
+    """Returns how a rule cuts a call on GPUs of a compute capability.
 
     Args:
       held: Tokens that a request's page table can hold.
-      sizes: The other arguments of `choose`.
     """
+    tile, choose_cut = _CUTS[rule.kernel]
+    return choose_cut(
+        batch=batch,
+        rows=nodes * heads,
+        latent=latent,
+        rope=rope,
+        max_tiles=-(-held // tile) - (-nodes // tile),
+        cores=_CORES[capability],
+        **rule.options,
+    )
+
+
+def _capability() -> str:
+    """Returns the compute capability of the GPUs there are."""
     capability = compute_capability()
     if capability is None:
         raise ValueError(
             "tree_mla_attention: implementation 'pallas' got no GPU that it has a "
-            f"kernel for; expected compute capability {' or '.join(_CUTS)} of all"
+            f"kernel for; expected compute capability {' or '.join(_CORES)} of all"
         )
-    tile, cut, cores = _CUTS[capability]
-    max_tiles = -(-held // tile) - (-nodes // tile)
-    return cut(max_tiles=max_tiles, cores=cores, **sizes)
+    return capability
 
 
 def _padded(x: Array, multiple: int) -> Array:

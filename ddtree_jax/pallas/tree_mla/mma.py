@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ddtree_jax.pallas.tree_mla.attend import Variant
-from ddtree_jax.pallas.tree_mla.block import Buffers, Problem, swizzled
+from ddtree_jax.pallas.tree_mla.block import Buffers, Problem, barriers, swizzled
 from ddtree_jax.pallas.tree_mla.config import SLOT_COLUMNS
 from ddtree_jax.pallas.tree_mla.mma_score import score
 from ddtree_jax.pallas.tree_mla.mma_weigh import weigh
@@ -64,6 +64,7 @@ VARIANT = Variant(
     weigh=weigh,
     scratch=_scratch,
     buffers=_buffers,
+    barriers=barriers,
     registers=None,
     options={"reduction_scratch_bytes": 1_024},
 )

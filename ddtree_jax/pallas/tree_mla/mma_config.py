@@ -3,7 +3,11 @@
 import dataclasses
 from typing import ClassVar
 
-from ddtree_jax.pallas.tree_mla.config import SLOT_COLUMNS, TreeMlaConfig
+from ddtree_jax.pallas.tree_mla.config import (
+    SLOT_COLUMNS,
+    TreeMlaConfig,
+    combine_warpgroups,
+)
 
 TILE = 32
 # Warps of a warpgroup that share the keys of a tile, 16 each.
@@ -48,7 +52,7 @@ def choose_mma(
         row_blocks=row_blocks,
         splits=splits,
         slots=min(ring // (TILE * SLOT_COLUMNS * 2), 2 * latent // SLOT_COLUMNS),
-        combine_warpgroups=8 if splits > 32 else 4 if splits > 8 else 1,
+        combine_warpgroups=combine_warpgroups(splits),
     )
 
 

@@ -1,7 +1,7 @@
 """Owns the two warpgroups that sum values: O += Vᵀ P, each half of the columns."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax import lax
@@ -22,6 +22,9 @@ from ddtree_jax.pallas.warpgroup import LAYOUT, hidden_zero, load_columns, relab
 # Of a warpgroup in a slot.
 HALF = 64
 
+type Sums = tuple[Array, ...]
+type Numbered = Sequence[tuple[int | Array, Array]]
+
 
 def weigh(
     problem: Problem, w: Work, s: Buffers, b: Barriers, half: Array, partial: Any
@@ -31,7 +34,7 @@ def weigh(
 
 
 def weigh_with(
-    product: Callable[..., tuple[Array, ...]],
+    product: Callable[..., Sums],
     layout: Any,
     problem: Problem,
     w: Work,
@@ -52,7 +55,7 @@ def weigh_with(
     rows, chunks = problem.config.rows, problem.chunks
     zeros = plgpu.layout_cast(jnp.zeros((HALF, rows), jnp.float32), layout)
 
-    def tile(i, sums):
+    def wait(i):
         zero = hidden_zero(w.context_len + i)
 
         def arrived(chunk, _):
@@ -60,37 +63,78 @@ def weigh_with(
 
         lax.fori_loop(0, zero + chunks, arrived, None)
         plgpu.barrier_wait(b.probabilities_full)
+
+    def add(i, sums):
+        return product(problem, s, b, i, half, sums)
+
+    sums = sum_tiles(problem, w, s, layout, (zeros,) * chunks, wait, add)
+    numbered = [(chunk * 2 + half, x) for chunk, x in enumerate(sums)]
+    store_sums(problem, w, layout, numbered, partial)
+
+
+def sum_tiles(
+    problem: Problem,
+    w: Work,
+    s: Buffers,
+    layout: Any,
+    sums: Sums,
+    wait: Callable[[Array], None],
+    add: Callable[[Array, Sums], Sums],
+) -> Sums:
+    """Returns the sums over the block's tiles.
+
+    Args:
+      layout: Of the sums.
+      sums: Of none.
+      wait: Waits until a tile and its P are there.
+      add: Returns sums with a tile added.
+    """
+
+    def tile(i, sums):
+        wait(i)
         parity = lax.rem(i, 2)
         grew = (s.grew[parity] > 0) & (i > 0)
         scaled = functools.partial(_scaled, problem, s, parity, layout)
-        sums = lax.cond(grew, scaled, _same, *sums)
-        return product(problem, s, b, i, half, sums)
+        return add(i, lax.cond(grew, scaled, _same, *sums))
 
-    sums = lax.fori_loop(0, w.tiles, tile, (zeros,) * chunks)
+    return lax.fori_loop(0, w.tiles, tile, sums)
+
+
+def store_sums(
+    problem: Problem, w: Work, layout: Any, sums: Numbered, partial: Any
+) -> None:
+    """Stores sums [64, rows or latent columns], if there is any tile.
+
+    Args:
+      sums: Each after the number of its 64 latent columns.
+      partial: As of `weigh_with`.
+    """
 
     @pl.when(w.tiles > 0)
     def _():
         out = partial.at[w.request, w.row_block, w.split]
-        for chunk, x in enumerate(sums):
+        for number, x in sums:
             if problem.interpret:
-                flat = x.reshape(HALF * rows)
+                flat = x.reshape(x.size)
             else:
-                strided = plgpu.Layout.WG_STRIDED((HALF * rows,), vec_size=4)
-                flat = relabel(x, layout, strided, (HALF * rows,))
-            out[chunk * 2 + half, :] = flat
+                strided = plgpu.Layout.WG_STRIDED((x.size,), vec_size=4)
+                flat = relabel(x, layout, strided, (x.size,))
+            out[number, :] = flat
 
 
-def _same(*sums: Array) -> tuple[Array, ...]:
+def _same(*sums: Array) -> Sums:
     return sums
 
 
 def _scaled(
     problem: Problem, s: Buffers, parity: Array, layout: Any, *sums: Array
-) -> tuple[Array, ...]:
+) -> Sums:
     growth = load_columns(
-        s.growth.at[parity], layout=layout.reduce(0), interpret=problem.interpret
+        s.growth.at[parity],
+        layout=layout.reduce(1 - problem.config.rows_axis),
+        interpret=problem.interpret,
     )
-    return tuple(x * lax.broadcast_in_dim(growth, x.shape, [1]) for x in sums)
+    return tuple(x * problem.spread(growth, x.shape) for x in sums)
 
 
 def _product(problem: Problem, s: Buffers, b: Barriers, i: Array, half: Array, sums):
