@@ -19,13 +19,11 @@ from ddtree_jax.pallas.int4_matmul.kernel import int4_matmul_pallas
 from ddtree_jax.pallas.int4_matmul.reference import int4_matmul_reference
 from ddtree_jax.pallas.int4_matmul.tiles import to_tiles
 from ddtree_jax.quant import Int4Weight
-from tests.pallas import test_tree_mla_kernel
-from tests.pallas.test_tree_mla_kernel import GPU, on_every_machine, quiet_arithmetic
+from tests.pallas.machines import GPU, on_every_machine, quiet_arithmetic
 from tests.support.compare import assert_bit_equal, assert_close
 from tests.support.interpreter import DETECTING_RACES, no_races
 from tests.support.weights import dequantised, random_int4
 
-machine = test_tree_mla_kernel.machine
 BF16 = ml_dtypes.bfloat16
 pytestmark = quiet_arithmetic
 

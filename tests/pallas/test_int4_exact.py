@@ -12,12 +12,10 @@ import numpy as np
 import pytest
 
 from ddtree_jax.quant import Int4Weight, pack
+from tests.pallas.machines import on_every_machine
 from tests.pallas.test_int4_grouped import Routed
-from tests.pallas.test_int4_kernel import BF16, cut, machine, run
-from tests.pallas.test_tree_mla_kernel import on_every_machine
+from tests.pallas.test_int4_kernel import BF16, cut, run
 from tests.support.weights import dequantised
-
-__all__ = ["machine"]
 
 TOKENS, HIDDEN, INNER = 64, 512, 256
 SHAPE = cut(tokens=TOKENS, experts=1, choices=1, hidden=HIDDEN, inner=INNER)

@@ -1,6 +1,5 @@
 """The kernel of the routed experts: in the interpreter with race detection, on a GPU.
 
-As in `test_tree_mla_kernel`, a test runs on the `machine` that its parameter names.
 The interpreter runs one block; what only several blocks do, a GPU alone tests.
 """
 
@@ -18,13 +17,11 @@ from ddtree_jax.pallas.int4_matmul.cases import GroupedCase
 from ddtree_jax.pallas.int4_matmul.config import GroupedConfig
 from ddtree_jax.pallas.int4_matmul.kernel import int4_grouped_swiglu_pallas
 from ddtree_jax.pallas.int4_matmul.tiles import to_tiles
-from tests.pallas import test_tree_mla_kernel
+from tests.pallas.machines import on_every_machine, quiet_arithmetic
 from tests.pallas.test_int4_grouped import LAYER, Routed, draw_ids, make, oracle
-from tests.pallas.test_tree_mla_kernel import on_every_machine, quiet_arithmetic
 from tests.support.compare import assert_bit_equal, assert_close
 from tests.support.interpreter import DETECTING_RACES, no_races
 
-machine = test_tree_mla_kernel.machine
 BF16 = ml_dtypes.bfloat16
 pytestmark = quiet_arithmetic
 

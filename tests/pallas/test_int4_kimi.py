@@ -15,11 +15,9 @@ from ddtree_jax.pallas.int4_matmul.reference import int4_grouped_swiglu_referenc
 from ddtree_jax.quant import Int4Weight
 from tests.pallas import test_int4_dense_kernel as dense
 from tests.pallas import test_int4_kernel as grouped
+from tests.pallas.machines import GPU
 from tests.pallas.test_int4_grouped import LAYER, Routed, draw_ids
-from tests.pallas.test_tree_mla_kernel import GPU, machine
 from tests.support.compare import assert_bit_equal, assert_close
-
-__all__ = ["machine"]
 
 on_a_gpu = pytest.mark.parametrize("machine", [GPU], indirect=True)
 NAMES = ("gate", "up", "down")

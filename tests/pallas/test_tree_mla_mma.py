@@ -13,22 +13,18 @@ import pytest
 
 from ddtree_jax.pallas.tree_mla.cases import CASES, TreeMlaCase
 from ddtree_jax.pallas.tree_mla.mma_config import TreeMlaMmaConfig, choose_mma
-from tests.pallas import test_tree_mla_kernel as hopper
-from tests.pallas.test_tree_mla_kernel import (
+from tests.pallas import tree_mla as hopper
+from tests.pallas.machines import GPU, on_every_machine, quiet_arithmetic
+from tests.pallas.tree_mla import (
     BF16,
-    GPU,
     SCALE,
     assert_equal_bits_where,
     attend,
-    on_every_machine,
-    quiet_arithmetic,
     ragged,
 )
 from tests.support import trees
 from tests.support.compare import assert_close
 from tests.support.tree_mla import Arrays, check, make
-
-machine = hopper.machine
 
 
 def cut(**sizes) -> hopper.Cut:
@@ -262,7 +258,7 @@ def chosen(case: TreeMlaCase) -> TreeMlaMmaConfig:
 
 @pytest.mark.parametrize("machine", [GPU], indirect=True)
 @pytest.mark.parametrize(
-    "case", [hopper._kimi(case) for case in CASES if case.size == "kimi"]
+    "case", [hopper.kimi(case) for case in CASES if case.size == "kimi"]
 )
 def test_kimi(machine, case):
     """The chosen cut against the reference on the same GPU, in float32."""
