@@ -12,9 +12,6 @@ from pathlib import Path
 
 from ddtree_jax.errors import ConfigError, DDTreeError
 
-# After so many nothing new is begun; what is under way ends within 150.
-_TREE_MLA_SECONDS = 135
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code."""
@@ -41,24 +38,9 @@ def _tree_build(flags: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 def _tree_mla(flags: argparse.Namespace, argv: Sequence[str]) -> int:
-    from functools import partial
+    from bench import tree_mla_command
 
-    from bench import device_time, record, tree_mla, tree_mla_cases
-    from bench.limits import Deadline
-    from bench.tree_mla_table import table
-
-    deadline = Deadline.after(_TREE_MLA_SECONDS)
-    cases = tree_mla_cases.chosen(flags.cases)
-    tree_mla.require_hopper()
-    path = flags.output or record.results_path("tree_mla")
-    made = record.bench_record("tree_mla", [], argv)
-    made |= {
-        "method": device_time.METHOD,
-        "floors": tree_mla_cases.FLOORS,
-        "peers": tree_mla_cases.PEERS_SOURCE,
-    }
-    measure = partial(tree_mla.measure, cases, deadline=deadline)
-    record.fill(made, path, measure, table)
+    tree_mla_command.run(flags.cases, flags.output, argv)
     return 0
 
 

@@ -21,7 +21,7 @@ from bench.record import bench_record, fill, results_path
 from bench.tree_mla import MAX_ERROR, require_hopper
 from bench.tree_mla_arms import lower_train, make_trains
 from bench.tree_mla_cases import BENCH_CASES, BenchCase, chosen, floor
-from bench.tree_mla_inputs import Pool, make_pool, make_shared
+from bench.tree_mla_inputs import make_pool, make_shared
 from ddtree_jax.pallas.tree_mla import tuned
 from ddtree_jax.pallas.tree_mla.kernel import cut, tree_mla_attention_pallas
 from ddtree_jax.research.record import Record
@@ -93,27 +93,25 @@ def measure(
     """
     pool, wrong = make_pool(cases[0]), []
     for case in cases:
-        truth = None
-        for candidate, arguments, train in compile_candidates(case, pool, wrong):
+        truth, trains = None, make_trains(case, make_shared(case, pool), _CALLS)
+        for candidate, compiled in compile_candidates(case, trains[0], wrong):
             with noted(wrong, f"{case.name} {candidate}"):
                 deadline.check()
-                compiled = train.result()
-                result = np.asarray(compiled(*arguments[0])[0], np.float32)
+                train = compiled.result()
+                result = np.asarray(train(*trains[0])[0], np.float32)
                 truth = result if truth is None else truth
-                row = _row(case, candidate, arguments, compiled, check(result, truth))
+                row = _row(case, candidate, trains, train, check(result, truth))
                 rows.append(row)
-                print(_progress(row), flush=True)
+                print(_progress(case, candidate, row), flush=True)
                 save()
     return wrong
 
 
 def compile_candidates(
-    case: BenchCase, pool: Pool, wrong: list[str]
-) -> list[tuple[tuned.Rule, list[tuple], Future]]:
-    """Returns each candidate, the arguments of its trains, and these compiled."""
-    shared, made = make_shared(case, pool), []
-    trains = make_trains(case, shared, _CALLS)
-    shape = case.shape
+    case: BenchCase, arguments: tuple, wrong: list[str]
+) -> list[tuple[tuned.Rule, Future[jax.stages.Compiled]]]:
+    """Returns each candidate with a train of it, which `arguments` are for."""
+    shape, made = case.shape, []
     with ThreadPoolExecutor(_COMPILERS) as compilers:
         for candidate in CANDIDATES:
             with noted(wrong, f"{case.name} {candidate}"):
@@ -128,8 +126,8 @@ def compile_candidates(
                     held=shape.pages_per_request * shape.page_size,
                 )
                 call = partial(tree_mla_attention_pallas, config=config)
-                lowered = lower_train(call, trains[0])
-                made.append((candidate, trains, compilers.submit(lowered.compile)))
+                lowered = lower_train(call, arguments)
+                made.append((candidate, compilers.submit(lowered.compile)))
     return made
 
 
@@ -205,11 +203,8 @@ def _row(
     }
 
 
-def _progress(row: dict) -> str:
-    case = dict(row["case"])
-    name = case.pop("name")
-    options = {k: v for k, v in case.items() if k in ("max_rows", "early_chunks")}
+def _progress(case: BenchCase, candidate: tuned.Rule, row: dict) -> str:
     return (
-        f"{name}  {case['kernel']} {options or ''}  {row['us']:.1f} us "
+        f"{case.name}  {candidate.kernel} {candidate.options}  {row['us']:.1f} us "
         f"[{row['p10']:.1f}, {row['p90']:.1f}]  {row['x_floor']:.1f} x floor"
     )

@@ -1,8 +1,8 @@
 """Owns the hash that tells tensors and files apart: BLAKE3, as `b3sum` prints it.
 
-A conversion hashes every byte, and with SHA-256 that took more time than all else.
-BLAKE3 is as safe against someone who wants two tensors to pass for one, at five times
-the speed on one core.
+It is a cryptographic hash, so nobody can make two tensors that pass for one. SHA-256 is
+another, but a conversion hashes every byte, and that took more of its time than reading
+or writing.
 """
 
 from pathlib import Path

@@ -24,7 +24,7 @@ from bench import (
 )
 from bench.__main__ import main
 from ddtree_jax.engine.tokenizer import load_tokenizer
-from ddtree_jax.errors import ConfigError
+from ddtree_jax.errors import ConfigError, DDTreeError
 from ddtree_jax.pallas.tree_mla.cases import CASES, TreeMlaCase
 
 ROOT = Path(__file__).parents[1]
@@ -125,6 +125,20 @@ def test_what_was_not_measured_says_so_and_markers_are_needed(tmp_path):
 def a_record(**figures) -> dict:
     rows = [{"case": {"n": int(n[1:])}, "us": us} for n, us in figures.items()]
     return {"topic": "t", "device": "d", "rows": rows}
+
+
+def test_a_record_that_is_not_whole_is_written_and_says_so(capsys, tmp_path):
+    path = tmp_path / "r.json"
+
+    def measure(rows, *, save):
+        rows.append(a_record(n1=2.0)["rows"][0])
+        save()
+        return ["case 2: out of time"]
+
+    with pytest.raises(DDTreeError, match=r"^t: not measured: case 2: out of time$"):
+        record.fill(a_record(), path, measure, lambda made: f"{len(made['rows'])} row")
+    assert record.read_record(path)["rows"] == a_record(n1=2.0)["rows"]
+    assert capsys.readouterr().out == f"1 row\n{path} written\n"
 
 
 def test_compare_finds_what_is_slower():

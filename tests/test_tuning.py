@@ -1,12 +1,17 @@
 """The tuned table of the attention kernels, and how it is made; nothing is timed."""
 
 import json
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
 
 from bench import tree_mla_tuning as tuning
 from bench.__main__ import main
+from bench.device_time import DeviceTiming
+from bench.limits import Deadline
+from bench.timing import Timing
+from bench.tree_mla_cases import chosen
 from ddtree_jax.pallas.tree_mla import kernel, tuned
 from ddtree_jax.pallas.tree_mla.tuned import Rule
 
@@ -73,6 +78,43 @@ def test_rules_are_the_fastest_candidates():
         tuning.CANDIDATES[2]._replace(rows=72),
         tuning.CANDIDATES[0],
     ]
+
+
+def test_candidates_are_timed_beside_the_first_and_failures_named(monkeypatch):
+    """With stand-ins for what a GPU compiles; the third candidate is wrong."""
+    [case] = chosen(["kimi-heads8-batch1-nodes9-context1024-*"])
+    results = [np.full(4, value, np.float32) for value in (1.0, 1.001, 2.0)]
+
+    def compiled(result) -> Future:
+        future = Future()
+        future.set_result(lambda *_: (result,))
+        return future
+
+    def compile_candidates(*_):
+        return [
+            (c, compiled(x)) for c, x in zip(tuning.CANDIDATES, results, strict=False)
+        ]
+
+    timing = DeviceTiming(Timing(10.0, 9.0, 11.0), 1.0)
+    monkeypatch.setattr(tuning, "make_pool", lambda _: None)
+    monkeypatch.setattr(tuning, "make_shared", lambda *_: None)
+    monkeypatch.setattr(tuning, "make_trains", lambda *_: [()])
+    monkeypatch.setattr(tuning, "compile_candidates", compile_candidates)
+    monkeypatch.setattr(tuning.device_time, "time_trains", lambda *_, **__: timing)
+    rows, saved = [], []
+    wrong = tuning.measure(
+        [case],
+        rows,
+        save=lambda: saved.append(len(rows)),
+        deadline=Deadline.after(60),
+    )
+    assert [r["case"]["candidate"] for r in rows] == [0, 1] and saved == [1, 2]
+    assert rows[1]["case"] | {"rows": 72, "batch": 1, "max_rows": 40} == rows[1]["case"]
+    assert rows[1]["difference"] == 0.001 and rows[1]["us"] == 10
+    [line] = wrong
+    assert "differs from the first candidate by 1" in line
+    late = tuning.measure([case], [], save=lambda: None, deadline=Deadline.after(-1))
+    assert len(late) == 3 and all("out of time" in line for line in late)
 
 
 def test_no_times_give_no_rules():

@@ -230,15 +230,7 @@ def test_a_bad_tail_row_surfaces_in_the_nodes_that_see_it_only(machine, tail, va
 def test_rescaling(machine, level: Callable[[int], float]):
     """Logits of whole tiles differ by 40 and more, in some rows, up and down."""
     arrays, tree_list = draw()
-    # The column sets the logits: `level` for head 0, its negative for head 1.
-    column, weight = 5, 8.0
-    arrays["q_latent"][..., column] = np.asarray([weight, -weight], BF16)
-    table, size = arrays["page_table"], SHAPE.case.page_size
-    for b, length in enumerate(arrays["context_len"]):
-        for t in range(length):
-            row = table[b, t // size], t % size
-            height = level(t // SHAPE.config.tile)
-            arrays["latent_cache"][(*row, column)] = height / weight / SCALE
+    hopper.set_levels(arrays, level, SHAPE.config.tile)
     got = attend(machine, arrays, SHAPE.config)
     check("tree_mla kernel", got, arrays, tree_list, SCALE)
 

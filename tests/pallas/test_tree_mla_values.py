@@ -19,6 +19,7 @@ from tests.pallas.tree_mla import (
     falling,
     first_is_low,
     rising,
+    set_levels,
     wide,
     zigzag,
 )
@@ -127,14 +128,7 @@ def test_a_bad_tail_row_surfaces_in_the_nodes_that_see_it_only(
 def test_rescaling(machine, config, level: Callable[[int], float]):
     """Logits of whole tiles differ by 40 and more, in some rows, up and down."""
     arrays, tree_list = draw()
-    # The column sets the logits: `level` for head 0, its negative for head 1.
-    column, weight = 5, 8.0
-    arrays["q_latent"][..., column] = np.asarray([weight, -weight], BF16)
-    table, size = arrays["page_table"], SHAPE.case.page_size
-    for b, length in enumerate(arrays["context_len"]):
-        for t in range(length):
-            row = table[b, t // size], t % size
-            arrays["latent_cache"][(*row, column)] = level(t // 64) / weight / SCALE
+    set_levels(arrays, level, config.tile)
     got = attend(machine, arrays, config)
     check("tree_mla kernel", got, arrays, tree_list, SCALE)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -114,6 +115,18 @@ def first_is_low(tile):
 
 def zigzag(tile):
     return 60.0 * tile * (-1) ** tile
+
+
+def set_levels(arrays: Arrays, level: Callable[[int], float], tile: int) -> None:
+    """Gives the logits of two heads whole tiles' levels, or their negatives."""
+    # The column sets the logits: `level` for head 0, its negative for head 1.
+    column, weight = 5, 8.0
+    arrays["q_latent"][..., column] = np.asarray([weight, -weight], BF16)
+    table, size = arrays["page_table"], arrays["latent_cache"].shape[1]
+    for b, length in enumerate(arrays["context_len"]):
+        for t in range(length):
+            row = table[b, t // size], t % size
+            arrays["latent_cache"][(*row, column)] = level(t // tile) / weight / SCALE
 
 
 @jax.jit

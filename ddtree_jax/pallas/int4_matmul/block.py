@@ -53,7 +53,8 @@ class Problem:
     def late_units(self, count: Array) -> Array:
         """Returns how many units are late ones, the last, of `count` token tiles.
 
-        An eighth fewer than take as long as a group of rows, so that none is awaited.
+        An eighth fewer than have as many slots as a group of rows, so that nobody
+        should have to wait for them.
         """
         slots = count * (self.items * self.config.late_blocks * 7)
         return lax.div(slots, jnp.int32(8 * self.unit_stages))

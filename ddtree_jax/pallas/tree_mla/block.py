@@ -16,6 +16,7 @@ from ddtree_jax.pallas.tree_mla.config import (
     TreeMlaConfig,
     tiles_per_split,
 )
+from ddtree_jax.pallas.tree_mla.reference import WORD_BITS
 from ddtree_jax.pallas.warpgroup import LAYOUT, WARPS
 
 _transforms: Any = plgpu  # whose annotations make two of its classes abstract
@@ -175,6 +176,45 @@ def buffers(problem: Problem) -> Buffers:
         grew=plgpu.SMEM((2,), jnp.int32),
         words=plgpu.SMEM((2, rows), jnp.int32),
         scratch=plgpu.SMEM((WARPS, rows), jnp.float32),
+    )
+
+
+def packed_scratch(problem: Problem, *, tiles_ahead: int | None = None) -> tuple:
+    """Returns the shared memory of a block where little is left.
+
+    Each piece starts at a multiple of 1,024 bytes, so all vectors share one.
+
+    Args:
+      tiles_ahead: As of `barriers`; None is one tile, without an axis for it.
+    """
+    rows, slots, tile = problem.config.rows, problem.config.slots, problem.tile
+    ahead = () if tiles_ahead is None else (tiles_ahead,)
+    return (
+        swizzled(rows, problem.latent),
+        swizzled(rows, problem.rope),
+        swizzled(slots, tile, SLOT_COLUMNS),
+        swizzled(tile, problem.rope),
+        swizzled(*ahead, rows, tile),
+        plgpu.SMEM((4, rows), jnp.float32),
+        plgpu.SMEM((tile // WORD_BITS, rows), jnp.int32),
+    )
+
+
+def packed_buffers(
+    q_latent, q_rope, ring, rope, probabilities, vectors, words
+) -> Buffers:
+    """Returns the pieces of `packed_scratch` by name."""
+    return Buffers(
+        q_latent=q_latent,
+        q_rope=q_rope,
+        ring=ring,
+        rope=rope,
+        probabilities=probabilities,
+        peaks=vectors.at[pl.ds(0, 1)],
+        growth=vectors.at[pl.ds(1, 2)],
+        grew=vectors.at[3],
+        words=words,
+        scratch=None,
     )
 
 
