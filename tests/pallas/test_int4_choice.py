@@ -178,3 +178,8 @@ def test_every_number_of_tokens_has_a_ring(device):
         assert config.slots >= 2, tokens
         assert slots + sums < device.memory, tokens
     assert choose_dense(**sizes).slots >= 2
+
+
+def test_each_warpgroup_has_a_warp_that_loads_for_it():
+    with pytest.raises(ValueError, match="warpgroups is 5; expected at most 4"):
+        choose(tokens=9, hidden=7168, blocks=132, memory=232_448, warpgroups=5)

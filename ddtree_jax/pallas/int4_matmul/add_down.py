@@ -14,8 +14,6 @@ from ddtree_jax.pallas.int4_matmul.block import (
     Problem,
     Share,
     Shared,
-    release,
-    slot_of,
     zeros,
 )
 from ddtree_jax.pallas.int4_matmul.config import ITEM_TILES, ROWS
@@ -30,6 +28,7 @@ from ddtree_jax.pallas.int4_matmul.outputs import (
     load_slots,
     store_rows,
 )
+from ddtree_jax.pallas.int4_matmul.ring import release, slot_of
 
 
 class Item(NamedTuple):

@@ -1,4 +1,4 @@
-"""Owns what the warpgroups of a block share: their work, the ring, its barriers."""
+"""Owns what the warpgroups of a block share: memory, barriers, and their work."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -53,11 +53,19 @@ class Problem:
     def late_units(self, count: Array) -> Array:
         """Returns how many units are late ones, the last, of `count` token tiles.
 
-        An eighth fewer than have as many slots as a group of rows, so that nobody
-        should have to wait for them.
+        As a rule an eighth fewer than have as many slots as a group of rows, so that
+        nobody should have to wait for them. Up to a quarter of a unit for each of
+        their warpgroups more than that, where else some warpgroups of all blocks
+        would have a unit more than the others, for which all would wait longer.
         """
-        slots = count * (self.items * self.config.late_blocks * 7)
-        return lax.div(slots, jnp.int32(8 * self.unit_stages))
+        config, units = self.config, count * self.units
+        slots = count * (self.items * config.late_blocks)
+        even = lax.div(slots, jnp.int32(self.unit_stages))
+        late = lax.div(even * 7, jnp.int32(8))
+        rest = lax.rem(units - late, jnp.int32(config.stride))
+        most = even + config.late_blocks * config.warpgroups // 4
+        saves = (late + rest <= most) & (units - late >= config.stride)
+        return late + jnp.where(saves, rest, 0)
 
 
 class Inputs(NamedTuple):
@@ -186,39 +194,6 @@ def every(total: Array, stride: int, first: Array) -> Array:
     """Returns how many of `first`, `first + stride`, … are below `total`."""
     rest = jnp.maximum(total - first, 0) + (stride - 1)
     return lax.div(rest, jnp.int32(stride))
-
-
-class Slot(NamedTuple):
-    """A stage in the ring of a warpgroup."""
-
-    words: Any
-    scales: Any
-    full: Any
-    free: Any
-
-
-def slot_of(config: GroupedConfig, shared: Any, warpgroup: Any, stage: Array) -> Slot:
-    """Returns where a stage of a warpgroup is."""
-    slot = lax.rem(stage, jnp.int32(config.slots))
-    number = warpgroup * config.slots + slot
-    return Slot(
-        shared.words.at[warpgroup, slot],
-        shared.scales.at[warpgroup, slot],
-        shared.full.at[number],
-        shared.free.at[number],
-    )
-
-
-def release(slot: Slot, *, interpret: bool) -> None:
-    """Says that this warpgroup will not read the slot again.
-
-    The interpreter asks for a fence between reads and a TMA that overwrites. As in
-    CUTLASS's pipelines there is none: the reads have returned before a thread arrives,
-    and the fence would wait for activations that are on their way.
-    """
-    if interpret:
-        plgpu.commit_smem()
-    plgpu.barrier_arrive(slot.free)
 
 
 def zeros() -> Array:

@@ -31,7 +31,7 @@ class GroupedConfig:
 
     Attributes:
       row_tiles: Rows of gate, and of up, of one unit of work, in 16s: 1 or 2.
-      warpgroups: Of a block, that multiply; one more loads.
+      warpgroups: Of a block, that multiply, at most 4; one more loads, a warp for each.
       slots: Of the ring of each warpgroup.
       blocks: All resident at the same time, since they wait for each other.
       shared_units: Whether the warpgroups of a block share the inputs of a unit: where
@@ -46,6 +46,13 @@ class GroupedConfig:
     blocks: int
     shared_units: bool = False
     late_blocks: int = 0
+
+    def __post_init__(self):
+        if self.warpgroups > WARPS:
+            raise ValueError(
+                f"GroupedConfig: warpgroups is {self.warpgroups}; expected at most "
+                f"{WARPS}, since each has a warp that loads for it"
+            )
 
     @property
     def stride(self) -> int:

@@ -5,16 +5,16 @@ inputs. Many tokens read the weight again, from the level-2 cache.
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 from jax import numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ddtree_jax.arrays import BF16, Array
-from ddtree_jax.pallas.int4_matmul.block import every, release, slot_of, zeros
+from ddtree_jax.pallas.int4_matmul.block import every, zeros
 from ddtree_jax.pallas.int4_matmul.config import (
     COLUMNS,
     QUARTER_SCALES,
@@ -29,6 +29,13 @@ from ddtree_jax.pallas.int4_matmul.fragments import (
 )
 from ddtree_jax.pallas.int4_matmul.grouped import flat_tiles, with_registers
 from ddtree_jax.pallas.int4_matmul.outputs import add_warps, store_tokens
+from ddtree_jax.pallas.int4_matmul.ring import (
+    fill_rings,
+    free_slot,
+    release,
+    slot_of,
+    wait_until_read,
+)
 from ddtree_jax.pallas.int4_matmul.tiles import TILE_IN, TILE_OUT, Int4Tiles
 from ddtree_jax.pallas.registers import THREADS
 from ddtree_jax.pallas.warpgroup import WARPS, overlap_launches
@@ -92,7 +99,9 @@ def dense(
         with_registers(
             config,
             lambda warpgroup: _multiply(problem, x, shared, warpgroup, out),
-            lambda: _load(problem, words, scales, shared),
+            lambda: fill_rings(
+                config, functools.partial(_load, problem, words, scales, shared)
+            ),
         )
 
     barriers = config.warpgroups * config.slots
@@ -182,43 +191,28 @@ def _multiply(
     lax.fori_loop(0, units, unit, None)
 
 
-def _load(problem: Problem, words: Any, scales: Any, shared: Shared) -> None:
-    """Fills the rings of all warpgroups, stage by stage, as soon as there is room."""
-    config, slots = problem.config, jnp.int32(problem.config.slots)
-    shares = [problem.units(jnp.int32(g)) for g in range(config.warpgroups)]
+def _load(
+    problem: Problem, words: Any, scales: Any, shared: Shared, warpgroup: Array
+) -> None:
+    """Fills the ring of a warpgroup, stage by stage, as soon as there is room."""
+    first, units = problem.units(warpgroup)
+    ring = problem.config, shared, warpgroup
 
-    def stage(k, _):
-        i, stage = (f(k, jnp.int32(problem.stages)) for f in (lax.div, lax.rem))
-        for g, (first, units) in enumerate(shares):
+    def unit(i, _):
+        number = first + i * problem.config.stride
+        row = lax.div(number, jnp.int32(problem.token_tiles))
 
-            @pl.when(i < units)
-            def _(g=g, first=first):
-                slot = slot_of(config, shared, g, k)
+        def stage(k, _):
+            slot = free_slot(*ring, i * problem.stages + k)
+            for quarter in range(QUARTERS):
+                # Past the last part it is loaded again, and not used.
+                part = jnp.minimum(k * QUARTERS + quarter, problem.parts - 1)
+                for source, target in ((words, slot.words), (scales, slot.scales)):
+                    plgpu.copy_gmem_to_smem(
+                        source.at[row, part], target.at[quarter], slot.full
+                    )
 
-                @pl.when(k >= slots)
-                def _():
-                    plgpu.barrier_wait(slot.free)
+        lax.fori_loop(0, problem.stages, stage, None)
 
-                number = first + i * config.stride
-                row = lax.div(number, jnp.int32(problem.token_tiles))
-                for quarter in range(QUARTERS):
-                    # Past the last part it is loaded again, and not used.
-                    part = jnp.minimum(stage * QUARTERS + quarter, problem.parts - 1)
-                    for source, target in (
-                        (words, slot.words),
-                        (scales, slot.scales),
-                    ):
-                        plgpu.copy_gmem_to_smem(
-                            source.at[row, part], target.at[quarter], slot.full
-                        )
-
-    # The first warpgroup has most.
-    lax.fori_loop(0, shares[0][1] * problem.stages, stage, None)
-    # Each completion of a barrier has to be observed.
-    for g, (_, units) in enumerate(shares):
-        total = units * problem.stages
-
-        def wait(k, _, g=g):
-            plgpu.barrier_wait(slot_of(config, shared, g, k).free)
-
-        lax.fori_loop(jnp.maximum(total - slots, 0), total, wait, None)
+    lax.fori_loop(0, units, unit, None)
+    wait_until_read(*ring, units * problem.stages)

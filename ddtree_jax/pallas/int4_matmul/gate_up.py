@@ -16,8 +16,6 @@ from ddtree_jax.pallas.int4_matmul.block import (
     Problem,
     Share,
     Shared,
-    release,
-    slot_of,
     zeros,
 )
 from ddtree_jax.pallas.int4_matmul.config import QUARTERS
@@ -27,6 +25,7 @@ from ddtree_jax.pallas.int4_matmul.fragments import (
     multiply,
 )
 from ddtree_jax.pallas.int4_matmul.outputs import add_warps, store_hidden
+from ddtree_jax.pallas.int4_matmul.ring import release, slot_of
 from ddtree_jax.pallas.int4_matmul.tiles import TILE_OUT
 from ddtree_jax.pallas.registers import per_thread
 from ddtree_jax.pallas.warpgroup import WARPS, synchronise_warpgroup

@@ -15,133 +15,88 @@ from ddtree_jax.pallas.int4_matmul.block import (
     Problem,
     Share,
     Shared,
-    Slot,
     share_of,
-    slot_of,
 )
 from ddtree_jax.pallas.int4_matmul.config import ROWS
+from ddtree_jax.pallas.int4_matmul.ring import (
+    Slot,
+    fill_rings,
+    free_slot,
+    wait_until_read,
+)
 from ddtree_jax.pallas.int4_matmul.tiles import TILE_OUT
 from ddtree_jax.pallas.warpgroup import synchronise_warpgroup
 
 
 def load(problem: Problem, inputs: Inputs, shared: Shared) -> None:
-    """Fills the rings of all warpgroups, stage by stage, as soon as there is room.
-
-    A warpgroup that has no more units waits for all others, so none of theirs may wait
-    for room in its ring: at first only as much is loaded as there will be room for.
-    """
-    config, count = problem.config, inputs.count[0]
-    slots = jnp.int32(config.slots)
+    """Fills the rings of all warpgroups, stage by stage, as soon as there is room."""
     _share_experts(problem, inputs, shared)
-    shares = [share_of(problem, jnp.int32(g), count) for g in range(config.warpgroups)]
-    of_units = [s.units * s.stages for s in shares]
-    totals = [n + s.groups * s.items for n, s in zip(of_units, shares, strict=True)]
-    early = [
-        jnp.minimum(n + slots, total) for n, total in zip(of_units, totals, strict=True)
-    ]
+    fill_rings(problem.config, functools.partial(_fill, problem, inputs, shared))
 
-    def stage(g, k):
-        slot = slot_of(problem.config, shared, g, k)
 
-        @pl.when(k >= slots)
-        def _():
-            plgpu.barrier_wait(slot.free)
+def _fill(problem: Problem, inputs: Inputs, shared: Shared, warpgroup: Array) -> None:
+    share = share_of(problem, warpgroup, inputs.count[0])
+    of_units = share.units * share.stages
+    ring = problem.config, shared, warpgroup
 
-        @pl.when(k < of_units[g])
-        def _():
-            _load_unit_stage(problem, inputs, shared, shares[g], k, slot)
+    def unit(i, _):
+        load_stage = _unit_loader(problem, inputs, shared, share, i)
 
-        @pl.when(k >= of_units[g])
-        def _():
-            _load_item(problem, inputs, shared, shares[g], g, k - of_units[g], slot)
+        def stage(k, _):
+            load_stage(k, free_slot(*ring, i * share.stages + k))
 
-    def wait(g, k):
-        plgpu.barrier_wait(slot_of(problem.config, shared, g, k).free)
-
-    def in_turn(begins, ends, act):
-        """Acts on stages of all warpgroups, one each at a time."""
-
-        def step(k, _):
-            for g, (begin, end) in enumerate(zip(begins, ends, strict=True)):
-                pl.when(begin + k < end)(functools.partial(act, g, begin + k))
-
-        lengths = [end - begin for begin, end in zip(begins, ends, strict=True)]
-        lax.fori_loop(0, functools.reduce(jnp.maximum, lengths), step, None)
-
-    begins = [jnp.int32(0)] * config.warpgroups
-    if config.shared_units:
-        _in_turn_by_unit(shares, stage)
-        begins = of_units
-    in_turn(begins, early, stage)
+        lax.fori_loop(0, share.stages, stage, None)
 
     def group(i, _):
-        begins = [
-            jnp.maximum(after, n + i * s.items)
-            for after, n, s in zip(early, of_units, shares, strict=True)
-        ]
-        ends = [n + (i + 1) * s.items for n, s in zip(of_units, shares, strict=True)]
-        in_turn(begins, ends, stage)
+        load_item = _item_loader(problem, inputs, shared, warpgroup, i)
 
-    # The warpgroups of a block do a group of rows together, some of more items.
-    lax.fori_loop(0, shares[0].groups, group, None)
-    # Each completion of a barrier has to be observed.
-    rest = [jnp.maximum(total - slots, 0) for total in totals]
-    in_turn(rest, totals, wait)
+        def item(k, _):
+            load_item(k, free_slot(*ring, of_units + i * share.items + k))
+
+        lax.fori_loop(0, share.items, item, None)
+
+    lax.fori_loop(0, share.units, unit, None)
+    lax.fori_loop(0, share.groups, group, None)
+    wait_until_read(*ring, of_units + share.groups * share.items)
 
 
-def _in_turn_by_unit(shares: list[Share], act: Callable[[int, Array], None]) -> None:
-    """Acts on stages of units that all share: on one unit's before the next one's.
-
-    A warpgroup that has done its part of a unit waits for the others.
-    """
-    most = shares[0].stages
-
-    def step(number, _):
-        i = lax.div(number, most)
-        k = number - i * most
-        for g, share in enumerate(shares):
-            part = functools.partial(act, g, i * share.stages + k)
-            pl.when(k < share.stages)(part)
-
-    lax.fori_loop(0, shares[0].units * most, step, None)
-
-
-def _load_unit_stage(
-    problem: Problem, inputs: Inputs, shared: Shared, share: Share, k: Array, slot: Slot
-) -> None:
+def _unit_loader(
+    problem: Problem, inputs: Inputs, shared: Shared, share: Share, i: Array
+) -> Callable[[Array, Slot], None]:
+    """Returns what loads a stage of a warpgroup's unit `i` into a slot."""
     row_tiles = problem.config.row_tiles
-    i = lax.div(k, share.stages)
-    stage = share.offset + (k - i * share.stages) * share.step
     number = share.unit(i)
     tile, rows = (f(number, jnp.int32(problem.units)) for f in (lax.div, lax.rem))
     row = shared.experts[tile] * (problem.inner // TILE_OUT) + rows * row_tiles
-    column = stage * (2 // row_tiles)
-    # Two quarters: of two row tiles, or of twice the columns.
-    which = (pl.ds(row, 2), column) if row_tiles == 2 else (row, pl.ds(column, 2))
-    gate, up = inputs.gate_words, inputs.up_words
-    _copy(gate.at[which], inputs.gate_scales.at[which], slot, 0)
-    _copy(up.at[which], inputs.up_scales.at[which], slot, 2)
+
+    def load_stage(k, slot):
+        column = (share.offset + k * share.step) * (2 // row_tiles)
+        # Two quarters: of two row tiles, or of twice the columns.
+        which = (pl.ds(row, 2), column) if row_tiles == 2 else (row, pl.ds(column, 2))
+        gate, up = inputs.gate_words, inputs.up_words
+        _copy(gate.at[which], inputs.gate_scales.at[which], slot, 0)
+        _copy(up.at[which], inputs.up_scales.at[which], slot, 2)
+
+    return load_stage
 
 
-def _load_item(
-    problem: Problem,
-    inputs: Inputs,
-    shared: Shared,
-    share: Share,
-    warpgroup: int,
-    k: Array,
-    slot: Slot,
-) -> None:
-    i = lax.div(k, share.items)
+def _item_loader(
+    problem: Problem, inputs: Inputs, shared: Shared, warpgroup: Array, i: Array
+) -> Callable[[Array, Slot], None]:
+    """Returns what loads an item of a block's group `i` of rows into a slot."""
     group = lax.axis_index("block") + i * problem.config.blocks
-    number = (k - i * share.items) * problem.config.warpgroups + warpgroup
-    tile, part = (f(number, jnp.int32(problem.items)) for f in (lax.div, lax.rem))
-    row = shared.experts[tile] * (problem.hidden // TILE_OUT)
-    row = row + group * (ROWS // TILE_OUT)
-    for quarter in (0, 2):
-        which = pl.ds(row + quarter, 2), part
-        words, scales = inputs.down_words.at[which], inputs.down_scales.at[which]
-        _copy(words, scales, slot, quarter)
+
+    def load_item(k, slot):
+        number = k * problem.config.warpgroups + warpgroup
+        tile, part = (f(number, jnp.int32(problem.items)) for f in (lax.div, lax.rem))
+        row = shared.experts[tile] * (problem.hidden // TILE_OUT)
+        row = row + group * (ROWS // TILE_OUT)
+        for quarter in (0, 2):
+            which = pl.ds(row + quarter, 2), part
+            words, scales = inputs.down_words.at[which], inputs.down_scales.at[which]
+            _copy(words, scales, slot, quarter)
+
+    return load_item
 
 
 def _copy(words: Any, scales: Any, slot: Slot, quarter: int) -> None:
