@@ -1,4 +1,4 @@
-"""Owns the tuning of tree-MLA attention: which kernel, cut how, for which sizes.
+"""Owns the tuning of tree-MLA attention: which kernel for which sizes.
 
 Every candidate is timed at every shape; the rule for a shape is the candidate that
 takes the least, over its contexts. The first candidate is the one that others have to
@@ -28,13 +28,7 @@ from ddtree_jax.research.record import Record
 
 TABLE = Path(tuned.__file__).with_name("tuned.json")
 CAPABILITY = "9.0"
-CANDIDATES = (
-    tuned.Rule("transposed", {}),
-    tuned.Rule("transposed", {"max_rows": 40}),
-    tuned.Rule("wide", {"early_chunks": 1}),
-    tuned.Rule("wide", {"early_chunks": 2}),
-    tuned.Rule("wide", {"early_chunks": 3}),
-)
+CANDIDATES = ("transposed", "wide")
 # What must be gained before another than the first candidate is taken.
 MIN_GAIN = 0.03
 _CALLS, _REPEATS, _COMPILERS = 16, 10, 8
@@ -109,7 +103,7 @@ def measure(
 
 def compile_candidates(
     case: BenchCase, arguments: tuple, wrong: list[str]
-) -> list[tuple[tuned.Rule, Future[jax.stages.Compiled]]]:
+) -> list[tuple[str, Future[jax.stages.Compiled]]]:
     """Returns each candidate with a train of it, which `arguments` are for."""
     shape, made = case.shape, []
     with ThreadPoolExecutor(_COMPILERS) as compilers:
@@ -149,19 +143,22 @@ def rules_of(rows: Sequence[Mapping]) -> list[tuned.Rule]:
     A shape's times count as multiples of the first candidate's at the same context.
     More rows than were timed in a batch are done as in smaller ones.
     """
-    shares: dict[Shape, dict[int, list[float]]] = {}
+    shares: dict[Shape, dict[str, list[float]]] = {}
     first: dict[str, float] = {}
     for row in rows:
         case = row["case"]
         base = first.setdefault(case["name"], row["us"])
-        candidates = shares.setdefault(Shape(case["rows"], case["batch"]), {})
-        candidates.setdefault(case["candidate"], []).append(row["us"] / base)
-    rules = []
+        kernels = shares.setdefault(Shape(case["rows"], case["batch"]), {})
+        kernels.setdefault(case["kernel"], []).append(row["us"] / base)
+    rules: list[tuned.Rule] = []
     for shape in sorted(shares, key=lambda shape: (-shape.batch, shape.rows)):
         means = {k: float(np.mean(v)) for k, v in shares[shape].items()}
         best = min(means, key=means.__getitem__)
-        winner = CANDIDATES[best if means[best] < 1 - MIN_GAIN else 0]
-        rules.append(winner._replace(rows=shape.rows, batch=shape.batch))
+        winner = best if means[best] < 1 - MIN_GAIN else CANDIDATES[0]
+        if rules and (rules[-1].kernel, rules[-1].batch) == (winner, shape.batch):
+            # One rule says both.
+            rules.pop()
+        rules.append(tuned.Rule(winner, rows=shape.rows, batch=shape.batch))
     return [*rules[:-1], *(rule._replace(rows=None, batch=1) for rule in rules[-1:])]
 
 
@@ -180,7 +177,7 @@ def write_table(path: Path, capability: str, rules: Sequence[tuned.Rule]) -> Non
 
 def _row(
     case: BenchCase,
-    candidate: tuned.Rule,
+    candidate: str,
     trains: Sequence[tuple],
     train: jax.stages.Compiled,
     difference: float,
@@ -192,9 +189,7 @@ def _row(
             "name": case.name,
             **shape._asdict(),
             "context": max(case.shape.context_len),
-            "candidate": CANDIDATES.index(candidate),
-            "kernel": candidate.kernel,
-            **candidate.options,
+            "kernel": candidate,
         },
         **{name: round(us, 2) for name, us in timing.device._asdict().items()},
         "host_us": round(timing.host_us, 2),
@@ -203,8 +198,8 @@ def _row(
     }
 
 
-def _progress(case: BenchCase, candidate: tuned.Rule, row: dict) -> str:
+def _progress(case: BenchCase, candidate: str, row: dict) -> str:
     return (
-        f"{case.name}  {candidate.kernel} {candidate.options}  {row['us']:.1f} us "
+        f"{case.name}  {candidate}  {row['us']:.1f} us "
         f"[{row['p10']:.1f}, {row['p90']:.1f}]  {row['x_floor']:.1f} x floor"
     )

@@ -16,7 +16,6 @@ from ddtree_jax.pallas.tree_mla.config import (
     TreeMlaConfig,
     tiles_per_split,
 )
-from ddtree_jax.pallas.tree_mla.reference import WORD_BITS
 from ddtree_jax.pallas.warpgroup import LAYOUT, WARPS
 
 _transforms: Any = plgpu  # whose annotations make two of its classes abstract
@@ -114,7 +113,7 @@ class Buffers(NamedTuple):
 
     Attributes:
       ring: Latents of the tiles in work, in slots.
-      probabilities: P of one tile, rows × keys; of two tiles in the wide kernel.
+      probabilities: P of one tile, rows × keys.
       peaks: Reference logit of each row, as exponents of 2, where registers are short.
       growth: By what `weigh` scales its sums, for the tiles of even and odd number.
       grew: Whether it has to.
@@ -179,53 +178,11 @@ def buffers(problem: Problem) -> Buffers:
     )
 
 
-def packed_scratch(problem: Problem, *, tiles_ahead: int | None = None) -> tuple:
-    """Returns the shared memory of a block where little is left.
-
-    Each piece starts at a multiple of 1,024 bytes, so all vectors share one.
-
-    Args:
-      tiles_ahead: As of `barriers`; None is one tile, without an axis for it.
-    """
-    rows, slots, tile = problem.config.rows, problem.config.slots, problem.tile
-    ahead = () if tiles_ahead is None else (tiles_ahead,)
-    return (
-        swizzled(rows, problem.latent),
-        swizzled(rows, problem.rope),
-        swizzled(slots, tile, SLOT_COLUMNS),
-        swizzled(tile, problem.rope),
-        swizzled(*ahead, rows, tile),
-        plgpu.SMEM((4, rows), jnp.float32),
-        plgpu.SMEM((tile // WORD_BITS, rows), jnp.int32),
-    )
-
-
-def packed_buffers(
-    q_latent, q_rope, ring, rope, probabilities, vectors, words
-) -> Buffers:
-    """Returns the pieces of `packed_scratch` by name."""
-    return Buffers(
-        q_latent=q_latent,
-        q_rope=q_rope,
-        ring=ring,
-        rope=rope,
-        probabilities=probabilities,
-        peaks=vectors.at[pl.ds(0, 1)],
-        growth=vectors.at[pl.ds(1, 2)],
-        grew=vectors.at[3],
-        words=words,
-        scratch=None,
-    )
-
-
-def barriers(
-    problem: Problem, *, slot_readers: int = 2, tiles_ahead: int = 1
-) -> Barriers:
+def barriers(problem: Problem, *, slot_readers: int = 2) -> Barriers:
     """Returns the barriers of a block.
 
     Args:
       slot_readers: Warpgroups that sum what is in one slot.
-      tiles_ahead: Tiles of which there is room for P.
     """
     slots, pieces = problem.config.slots, problem.pieces
     return Barriers(
@@ -234,8 +191,8 @@ def barriers(
         slot_free=plgpu.Barrier(num_arrivals=slot_readers, num_barriers=slots),
         rope_full=plgpu.Barrier(num_arrivals=pieces),
         rope_free=plgpu.Barrier(),
-        probabilities_full=plgpu.Barrier(num_barriers=tiles_ahead),
-        probabilities_free=plgpu.Barrier(num_arrivals=2, num_barriers=tiles_ahead),
+        probabilities_full=plgpu.Barrier(),
+        probabilities_free=plgpu.Barrier(num_arrivals=2),
     )
 
 

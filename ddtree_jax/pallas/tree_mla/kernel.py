@@ -18,7 +18,7 @@ from ddtree_jax.pallas.tree_mla.block import Inputs, Problem
 from ddtree_jax.pallas.tree_mla.combine import combine
 from ddtree_jax.pallas.tree_mla.config import SLOT_COLUMNS, TILE, TreeMlaConfig, choose
 from ddtree_jax.pallas.tree_mla.mma_config import TreeMlaMmaConfig, choose_mma
-from ddtree_jax.pallas.tree_mla.tuned import Rule, rule_for
+from ddtree_jax.pallas.tree_mla.tuned import kernel_for
 from ddtree_jax.pallas.tree_mla.wide_config import TreeMlaWideConfig, choose_wide
 
 # By compute capability: multiprocessors of an H200, of an RTX PRO 6000. A GPU with
@@ -99,7 +99,7 @@ def tree_mla_attention_pallas(
         capability = _capability()
         config = cut(
             capability,
-            rule_for(capability, rows=rows, batch=b),
+            kernel_for(capability, rows=rows, batch=b),
             batch=b,
             heads=h,
             nodes=n,
@@ -141,7 +141,7 @@ def tree_mla_attention_pallas(
 
 def cut(
     capability: str,
-    rule: Rule,
+    kernel: str,
     *,
     batch: int,
     heads: int,
@@ -150,12 +150,13 @@ def cut(
     rope: int,
     held: int,
 ) -> TreeMlaConfig:
-    """Returns how a rule cuts a call on GPUs of a compute capability.
+    """Returns how a call is cut for a kernel, on GPUs of a compute capability.
 
     Args:
+      kernel: As in the table of rules.
       held: Tokens that a request's page table can hold.
     """
-    tile, choose_cut = _CUTS[rule.kernel]
+    tile, choose_cut = _CUTS[kernel]
     return choose_cut(
         batch=batch,
         rows=nodes * heads,
@@ -163,7 +164,6 @@ def cut(
         rope=rope,
         max_tiles=-(-held // tile) - (-nodes // tile),
         cores=_CORES[capability],
-        **rule.options,
     )
 
 

@@ -14,8 +14,8 @@ from ddtree_jax.pallas.tree_mla.block import (
     Inputs,
     Problem,
     Work,
-    slot_columns,
 )
+from ddtree_jax.pallas.tree_mla.config import SLOT_COLUMNS
 from ddtree_jax.pallas.warpgroup import hidden_zero
 
 type Pages = tuple[Array, ...]
@@ -31,8 +31,13 @@ class Loader(NamedTuple):
     b: Barriers
 
     def run(self) -> None:
-        """Issues all loads of the block, each as soon as there is room for it."""
+        """Issues all loads of the block, each as soon as there is room for it.
 
+        One warp does, so that the others take nothing of the multiprocessor.
+        """
+        plgpu.warp_map(lambda warp: pl.when(warp == 0)(self._run))
+
+    def _run(self) -> None:
         @pl.when(self.w.tiles > 0)
         def _():
             self._queries()
@@ -69,7 +74,7 @@ class Loader(NamedTuple):
 
     def _queries(self) -> None:
         rows = self.problem.config.rows
-        block = pl.ds(pl.multiple_of(self.w.row_block * rows, 8), rows)
+        block = pl.ds(self.w.row_block * rows, rows)
         for source, target in (
             (self.g.q_latent, self.s.q_latent),
             (self.g.q_rope, self.s.q_rope),
@@ -116,7 +121,7 @@ class Loader(NamedTuple):
 
     def _latents(self, k: Array, pages: Pages) -> None:
         tile, chunk = (f(k, jnp.int32(self.problem.chunks)) for f in (lax.div, lax.rem))
-        columns = slot_columns(chunk)
+        columns = pl.ds(chunk * SLOT_COLUMNS, SLOT_COLUMNS)
         slot = lax.rem(k, jnp.int32(self.problem.config.slots))
         sources = self.g.latent_pages, self.g.tail_latent
         target, barrier = self.s.ring.at[slot], self.b.slot_full.at[slot]
@@ -141,7 +146,7 @@ class Loader(NamedTuple):
         def _():
             if self._tiles_a_page > 1:
                 begin = lax.rem(tile, jnp.int32(self._tiles_a_page)) * size
-                rows = pl.ds(pl.multiple_of(begin, size), size)
+                rows = pl.ds(begin, size)
             else:
                 rows = slice(None)
             for piece, page in enumerate(pages):
@@ -152,6 +157,6 @@ class Loader(NamedTuple):
         def _():
             begin = (tile - self.w.context_tiles) * self.problem.tile
             for piece in range(self.problem.pieces):
-                rows = pl.ds(pl.multiple_of(begin + piece * size, 8), size)
+                rows = pl.ds(begin + piece * size, size)
                 source = tail.at[self.w.request, rows, columns]
                 plgpu.copy_gmem_to_smem(source, part(piece), barrier)

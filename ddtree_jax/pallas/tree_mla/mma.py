@@ -14,17 +14,56 @@ Every warpgroup has the 128 registers a thread that it starts with: for sm_120,
 `ptxas` ignores a change of them in a kernel with TMA loads as Mosaic GPU writes them.
 """
 
+from typing import Any
+
+from jax import numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
 from ddtree_jax.pallas.tree_mla.attend import Variant
-from ddtree_jax.pallas.tree_mla.block import barriers, packed_buffers, packed_scratch
+from ddtree_jax.pallas.tree_mla.block import Buffers, Problem, barriers, swizzled
+from ddtree_jax.pallas.tree_mla.config import SLOT_COLUMNS
 from ddtree_jax.pallas.tree_mla.mma_score import score
 from ddtree_jax.pallas.tree_mla.mma_weigh import weigh
+from ddtree_jax.pallas.tree_mla.reference import WORD_BITS
+
+
+def _scratch(problem: Problem) -> tuple[Any, ...]:
+    """Returns the shared memory of a block, of which each starts at 1,024 bytes."""
+    rows, slots, tile = problem.config.rows, problem.config.slots, problem.tile
+    return (
+        swizzled(rows, problem.latent),
+        swizzled(rows, problem.rope),
+        swizzled(slots, tile, SLOT_COLUMNS),
+        swizzled(tile, problem.rope),
+        swizzled(rows, tile),
+        plgpu.SMEM((4, rows), jnp.float32),
+        plgpu.SMEM((tile // WORD_BITS, rows), jnp.int32),
+    )
+
+
+def _buffers(q_latent, q_rope, ring, rope, probabilities, vectors, words) -> Buffers:
+    """Returns the buffers by name; the vectors share one piece of memory."""
+    return Buffers(
+        q_latent=q_latent,
+        q_rope=q_rope,
+        ring=ring,
+        rope=rope,
+        probabilities=probabilities,
+        peaks=vectors.at[pl.ds(0, 1)],
+        growth=vectors.at[pl.ds(1, 2)],
+        grew=vectors.at[3],
+        words=words,
+        scratch=None,
+    )
+
 
 VARIANT = Variant(
     name="tree_mla_attend_mma",
     score=score,
     weigh=weigh,
-    scratch=packed_scratch,
-    buffers=packed_buffers,
+    scratch=_scratch,
+    buffers=_buffers,
     barriers=barriers,
     registers=None,
     options={"reduction_scratch_bytes": 1_024},

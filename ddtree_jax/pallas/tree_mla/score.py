@@ -62,7 +62,7 @@ def score(
     s.peaks[0, :] = plgpu.layout_cast(jnp.full((rows,), LOWEST, jnp.float32), COLUMNS)
     total = plgpu.layout_cast(jnp.zeros((rows,), jnp.float32), COLUMNS)
 
-    total = score_tiles(problem, w, g, s, b, total, _logits, _probabilities)
+    total = score_tiles(problem, w, g, s, b, total, make_logits, _probabilities)
     out = w.request, w.row_block, w.split
     peaks[(*out, slice(None))] = load_columns(
         s.peaks.at[0], interpret=problem.interpret
@@ -72,21 +72,21 @@ def score(
     )
 
 
-def score_tiles(
+def score_tiles[Kept](
     problem: Problem,
     w: Work,
     g: Inputs,
     s: Buffers,
     b: Barriers,
-    total: Array,
+    kept: Kept,
     logits: Callable[..., Array],
-    probabilities: Callable[..., Array],
-) -> Array:
-    """Scores all tiles of the block; returns the sums of the probabilities.
+    probabilities: Callable[..., Kept],
+) -> Kept:
+    """Scores all tiles of the block; returns what `probabilities` keeps of them.
 
     Args:
-      total: Sums of none.
-      logits: As `_logits`.
+      kept: Of none.
+      logits: As `make_logits`.
       probabilities: As `_probabilities`.
     """
 
@@ -94,49 +94,54 @@ def score_tiles(
     def _():
         plgpu.barrier_wait(b.queries)
 
-    def tile(i, total, *, tail):
+    def tile(i, kept, *, tail):
         if tail:
             stage_words(problem, w, g, s, i)
         x = logits(problem, w, s, b, i)
         x = (mask_tail if tail else mask_context)(problem, w, s, i, x)
-        return probabilities(problem, s, b, i, x, total)
+        return probabilities(problem, s, b, i, x, kept)
 
     context = jnp.clip(w.context_tiles - w.first, 0, w.tiles)
-    total = lax.fori_loop(0, context, functools.partial(tile, tail=False), total)
-    total = lax.fori_loop(context, w.tiles, functools.partial(tile, tail=True), total)
+    kept = lax.fori_loop(0, context, functools.partial(tile, tail=False), kept)
+    kept = lax.fori_loop(context, w.tiles, functools.partial(tile, tail=True), kept)
 
     @pl.when(w.tiles > 0)
     def _():
         plgpu.barrier_wait(b.probabilities_free)
 
-    return total
+    return kept
 
 
-def _logits(problem: Problem, w: Work, s: Buffers, b: Barriers, i: Array) -> Array:
-    """Returns the logits [64, rows] of tile `i`, as exponents of 2."""
-    rows, chunks = problem.config.rows, problem.chunks
+def make_logits(problem: Problem, w: Work, s: Buffers, b: Barriers, i: Array) -> Array:
+    """Returns the logits of tile `i`, as exponents of 2.
+
+    Rows are on the axis that the config says, keys on the other.
+    """
+    rows, rows_axis = problem.config.rows, problem.config.rows_axis
+    shape = (rows, TILE) if rows_axis == 0 else (TILE, rows)
     zero = hidden_zero(w.context_len + i)
 
     def accumulate(acc):
+        def add(queries, keys):
+            left, right = (queries, keys) if rows_axis == 0 else (keys, queries)
+            plgpu.wgmma(acc, left, right.T)
+
         def chunk(c, _):
             slot = slot_of(problem, i, c)
-            columns = slot_columns(c)
             plgpu.barrier_wait(b.slot_full.at[slot])
-            plgpu.wgmma(acc, s.ring.at[slot], s.q_latent.at[:, columns].T)
+            add(s.q_latent.at[:, slot_columns(c)], s.ring.at[slot])
 
-        lax.fori_loop(zero, zero + chunks, chunk, None)
+        lax.fori_loop(zero, zero + problem.chunks, chunk, None)
         plgpu.barrier_wait(b.rope_full)
-        plgpu.wgmma(acc, s.rope, s.q_rope.T)
+        add(s.q_rope, s.rope)
         if problem.interpret:
             return acc[...]
 
     acc: Any
     if problem.interpret:
-        acc = pl.run_scoped(
-            accumulate, plgpu.WGMMAAccumulatorRef((TILE, rows), jnp.float32)
-        )
+        acc = pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
     else:
-        start = lax.broadcast_in_dim(zero.astype(jnp.float32), (TILE, rows), [])
+        start = lax.broadcast_in_dim(zero.astype(jnp.float32), shape, [])
         start = plgpu.layout_cast(start, LAYOUT)
         acc = pl.run_state(accumulate)(plgpu.WGMMAAccumulatorRef.init(start))
     plgpu.barrier_arrive(b.rope_free)

@@ -12,17 +12,15 @@ from typing import NamedTuple
 
 
 class Rule(NamedTuple):
-    """How calls of some sizes are cut.
+    """Which kernel takes calls of some sizes.
 
     Attributes:
       kernel: "transposed" or "wide" on Hopper, "mma" with little shared memory.
-      options: Of what chooses the cut for that kernel, in place of its defaults.
       rows: Of a request at most, nodes × heads; None is any.
       batch: Requests at least.
     """
 
     kernel: str
-    options: Mapping[str, int]
     rows: int | None = None
     batch: int = 1
 
@@ -31,10 +29,10 @@ class Rule(NamedTuple):
         return batch >= self.batch and (self.rows is None or rows <= self.rows)
 
 
-def rule_for(capability: str, *, rows: int, batch: int) -> Rule:
-    """Returns the rule of a call; the last rule of every GPU fits any."""
+def kernel_for(capability: str, *, rows: int, batch: int) -> str:
+    """Returns which kernel takes a call; the last rule of every GPU fits any."""
     rules = table()[capability]
-    return next(rule for rule in rules if rule.fits(rows=rows, batch=batch))
+    return next(rule.kernel for rule in rules if rule.fits(rows=rows, batch=batch))
 
 
 @functools.cache

@@ -18,7 +18,6 @@ from ddtree_jax.pallas.tree_mla.block import (
 )
 from ddtree_jax.pallas.tree_mla.config import SLOT_COLUMNS
 from ddtree_jax.pallas.tree_mla.weigh import HALF, Sums, store_sums, sum_tiles
-from ddtree_jax.pallas.tree_mla.wide_config import TILES_AHEAD
 from ddtree_jax.pallas.warpgroup import LAYOUT
 
 
@@ -50,7 +49,7 @@ def _weigh_chunks(
     def wait(i):
         # Says of the slots as well that they are full. It is not for a warpgroup to
         # wait for slots that the other one frees: it might come too late.
-        plgpu.barrier_wait(b.probabilities_full.at[lax.rem(i, TILES_AHEAD)])
+        plgpu.barrier_wait(b.probabilities_full)
 
     add = functools.partial(_add, problem, s, b, chunks)
     sums = sum_tiles(problem, w, s, LAYOUT, sums, wait, add)
@@ -67,18 +66,17 @@ def _add(
     problem: Problem, s: Buffers, b: Barriers, chunks: range, i: Array, sums: Sums
 ) -> Sums:
     """Returns the sums with tile `i` added; frees its slots one by one, and P."""
-    turn = lax.rem(i, TILES_AHEAD)
     slots = [slot_of(problem, i, chunk) for chunk in chunks]
 
     def multiply(refs):
         for slot, ref in zip(slots, refs, strict=True):
-            plgpu.wgmma(ref, s.probabilities.at[turn], s.ring.at[slot])
+            plgpu.wgmma(ref, s.probabilities, s.ring.at[slot])
         for pending, slot in zip(reversed(range(len(slots))), slots, strict=True):
             plgpu.wgmma_wait(pending)
             plgpu.barrier_arrive(b.slot_free.at[slot])
 
     if problem.interpret:
-        p = s.probabilities[turn]
+        p = s.probabilities[...]
         sums = tuple(
             x + lax.dot(p, s.ring[slot], preferred_element_type=jnp.float32)
             for slot, x in zip(slots, sums, strict=True)
@@ -91,5 +89,5 @@ def _add(
         starts = tuple(plgpu.WGMMAAccumulatorRef.init(x) for x in sums)
         added: Any = pl.run_state(multiply)(starts)
         sums = added
-    plgpu.barrier_arrive(b.probabilities_free.at[turn])
+    plgpu.barrier_arrive(b.probabilities_free)
     return sums
