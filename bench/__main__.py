@@ -189,8 +189,8 @@ def _parser() -> argparse.ArgumentParser:
         command(
             "tune-tree-mla",
             _tune_tree_mla,
-            "time tree-MLA attention by each kernel, and with all cases write the table "
-            "of which takes a call; needs a Hopper GPU",
+            "time tree-MLA attention by each kernel, and with all cases write the "
+            "table of which takes a call; needs a Hopper GPU",
         ),
         pattern="kimi-heads64-*",
     )

@@ -116,7 +116,7 @@ CUTS = {
 }
 SLOW_CUTS = {
     "a ring of one": cut(tokens=9, slots=1),
-    "more slots than stages": cut(tokens=1, row_tiles=1, slots=8),
+    "more slots than stages": cut(tokens=1, row_tiles=1, warpgroups=2, slots=8),
     "33 tokens, three warpgroups": cut(
         tokens=33, experts=5, choices=3, warpgroups=3, slots=3
     ),

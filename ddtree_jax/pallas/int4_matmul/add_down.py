@@ -28,7 +28,7 @@ from ddtree_jax.pallas.int4_matmul.outputs import (
     load_slots,
     store_rows,
 )
-from ddtree_jax.pallas.int4_matmul.ring import release, slot_of
+from ddtree_jax.pallas.int4_matmul.ring import Ring, release
 
 
 class Item(NamedTuple):
@@ -45,7 +45,7 @@ def add_down(
     inputs: Inputs,
     shared: Shared,
     warpgroup: Array,
-    used: Array,
+    place: Array,
     hidden: Any,
     out: Any,
 ) -> None:
@@ -55,7 +55,7 @@ def add_down(
     that equal inputs give equal sums.
 
     Args:
-      used: Stages that the ring has had.
+      place: In the ring, of the first stage.
     """
     interpret, warpgroups = problem.interpret, problem.config.warpgroups
 
@@ -63,16 +63,16 @@ def add_down(
         plgpu.barrier_arrive(shared.met)
         plgpu.barrier_wait(shared.met)
 
-    def group(i, used):
+    def group(i, place):
         clear_rows(shared.rows, warpgroup, warpgroups, interpret=interpret)
         meet()
-        _add_items(problem, share, inputs, shared, warpgroup, used, hidden)
+        place = _add_items(problem, share, inputs, shared, warpgroup, place, hidden)
         meet()
         first = (lax.axis_index("block") + i * problem.config.blocks) * ROWS
         store_rows(out, shared.rows, first, warpgroup, warpgroups, interpret=interpret)
-        return used + share.items
+        return place
 
-    lax.fori_loop(0, share.groups, group, used)
+    lax.fori_loop(0, share.groups, group, place)
 
 
 def _add_items(
@@ -81,11 +81,12 @@ def _add_items(
     inputs: Inputs,
     shared: Shared,
     warpgroup: Array,
-    used: Array,
+    place: Array,
     hidden: Any,
-) -> None:
+) -> Array:
+    """Adds this warpgroup's items; returns the place that follows theirs."""
     interpret, warpgroups = problem.interpret, problem.config.warpgroups
-    count = inputs.count[0]
+    ring, count = Ring(problem.config, shared, warpgroup), inputs.count[0]
     total = count * problem.items
     on_time = count * problem.units - problem.late_units(count)
     # From this item on some of the activations come from late units.
@@ -115,9 +116,10 @@ def _add_items(
             load_slots(inputs.weights, tile, interpret=interpret),
         )
 
-    def add(k, item):
+    def add(k, carry):
+        item, place = carry
         following = load(k + 1)
-        slot = slot_of(problem.config, shared, warpgroup, used + k)
+        slot = ring.slot(place)
         plgpu.barrier_wait(slot.full)
         products = zeros()
         for i, x in enumerate(item.x):
@@ -150,8 +152,9 @@ def _add_items(
             following = lax.rem(warpgroup + 1, jnp.int32(warpgroups))
             plgpu.barrier_arrive(shared.turn.at[following])
 
-        return following
+        return following, ring.after(place)
 
-    @pl.when(share.items > 0)
-    def _():
-        lax.fori_loop(0, share.items, add, load(jnp.int32(0)))
+    def add_all(place):
+        return lax.fori_loop(0, share.items, add, (load(jnp.int32(0)), place))[1]
+
+    return lax.cond(share.items > 0, add_all, lambda place: place, place)

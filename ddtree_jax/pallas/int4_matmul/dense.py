@@ -29,13 +29,7 @@ from ddtree_jax.pallas.int4_matmul.fragments import (
 )
 from ddtree_jax.pallas.int4_matmul.grouped import flat_tiles, with_registers
 from ddtree_jax.pallas.int4_matmul.outputs import add_warps, store_tokens
-from ddtree_jax.pallas.int4_matmul.ring import (
-    fill_rings,
-    free_slot,
-    release,
-    slot_of,
-    wait_until_read,
-)
+from ddtree_jax.pallas.int4_matmul.ring import Ring, fill_rings, release
 from ddtree_jax.pallas.int4_matmul.tiles import TILE_IN, TILE_OUT, Int4Tiles
 from ddtree_jax.pallas.registers import THREADS
 from ddtree_jax.pallas.warpgroup import WARPS, overlap_launches
@@ -139,8 +133,9 @@ def _multiply(
     interpret, stages = problem.interpret, problem.stages
     first, units = problem.units(warpgroup)
     columns = own_columns(interpret=interpret)
+    ring = Ring(problem.config, shared, warpgroup)
 
-    def unit(i, _):
+    def unit(i, place):
         number = first + i * problem.config.stride
         rows, tile = (
             f(number, jnp.int32(problem.token_tiles)) for f in (lax.div, lax.rem)
@@ -161,9 +156,9 @@ def _multiply(
             )
 
         def stage(k, carry):
-            products, current = carry
+            products, current, place = carry
             following = activations(k + 1)
-            slot = slot_of(problem.config, shared, warpgroup, i * stages + k)
+            slot = ring.slot(place)
             plgpu.barrier_wait(slot.full)
             for quarter, activation in enumerate(current):
                 added = multiply(
@@ -178,17 +173,18 @@ def _multiply(
                 exists = k * QUARTERS + quarter < problem.parts
                 products = jnp.where(exists, added, products)
             release(slot, interpret=interpret)
-            return products, following
+            return products, following, ring.after(place)
 
-        start = zeros(), activations(jnp.int32(0))
-        products, _ = lax.fori_loop(0, stages, stage, start)
+        start = zeros(), activations(jnp.int32(0)), place
+        products, _, place = lax.fori_loop(0, stages, stage, start)
         [sums] = add_warps(
             [products], shared.scratch.at[warpgroup], interpret=interpret
         )
         where = tile * COLUMNS, rows * TILE_OUT
         store_tokens(out, *where, sums, interpret=interpret)
+        return place
 
-    lax.fori_loop(0, units, unit, None)
+    lax.fori_loop(0, units, unit, jnp.int32(0))
 
 
 def _load(
@@ -196,14 +192,14 @@ def _load(
 ) -> None:
     """Fills the ring of a warpgroup, stage by stage, as soon as there is room."""
     first, units = problem.units(warpgroup)
-    ring = problem.config, shared, warpgroup
+    ring = Ring(problem.config, shared, warpgroup)
 
-    def unit(i, _):
+    def unit(i, place):
         number = first + i * problem.config.stride
         row = lax.div(number, jnp.int32(problem.token_tiles))
 
-        def stage(k, _):
-            slot = free_slot(*ring, i * problem.stages + k)
+        def stage(k, place):
+            slot = ring.free_slot(place, i * problem.stages + k)
             for quarter in range(QUARTERS):
                 # Past the last part it is loaded again, and not used.
                 part = jnp.minimum(k * QUARTERS + quarter, problem.parts - 1)
@@ -211,8 +207,9 @@ def _load(
                     plgpu.copy_gmem_to_smem(
                         source.at[row, part], target.at[quarter], slot.full
                     )
+            return ring.after(place)
 
-        lax.fori_loop(0, problem.stages, stage, None)
+        return lax.fori_loop(0, problem.stages, stage, place)
 
-    lax.fori_loop(0, units, unit, None)
-    wait_until_read(*ring, units * problem.stages)
+    lax.fori_loop(0, units, unit, jnp.int32(0))
+    ring.wait_until_read(units * problem.stages)

@@ -25,7 +25,7 @@ from ddtree_jax.pallas.int4_matmul.fragments import (
     multiply,
 )
 from ddtree_jax.pallas.int4_matmul.outputs import add_warps, store_hidden
-from ddtree_jax.pallas.int4_matmul.ring import release, slot_of
+from ddtree_jax.pallas.int4_matmul.ring import Ring, release
 from ddtree_jax.pallas.int4_matmul.tiles import TILE_OUT
 from ddtree_jax.pallas.registers import per_thread
 from ddtree_jax.pallas.warpgroup import WARPS, synchronise_warpgroup
@@ -42,18 +42,21 @@ def gate_up(
     warpgroup: Array,
     hidden: Any,
 ) -> Array:
-    """Writes what this warpgroup's units give to `hidden`; returns stages used.
+    """Writes what this warpgroup's units give to `hidden`; returns where in its
+    ring the next stage is.
 
     Tells of it when those are done that are not late, and when all are.
     """
     row_tiles, interpret = problem.config.row_tiles, problem.interpret
     scratch = shared.scratch.at[warpgroup]
 
-    def unit(i, used):
+    def unit(i, place):
         pl.when(i == share.late)(lambda: arrive(problem, inputs, ON_TIME))
         number = share.unit(i)
         tile, rows = (f(number, jnp.int32(problem.units)) for f in (lax.div, lax.rem))
-        products = _products(problem, share, inputs, shared, warpgroup, tile, used)
+        products, place = _products(
+            problem, share, inputs, shared, warpgroup, tile, place
+        )
         for part in range(row_tiles):
             both = [products[part], products[row_tiles + part]]
             sums = add_warps(both, scratch, interpret=interpret)
@@ -64,12 +67,12 @@ def gate_up(
                 _add_warpgroups(problem, shared, warpgroup, sums, store)
             else:
                 store(*sums)
-        return used + share.stages
+        return place
 
-    used = lax.fori_loop(0, share.units, unit, jnp.int32(0))
+    place = lax.fori_loop(0, share.units, unit, jnp.int32(0))
     pl.when(share.units == share.late)(lambda: arrive(problem, inputs, ON_TIME))
     pl.when(share.is_late)(lambda: arrive(problem, inputs, LATE))
-    return used
+    return place
 
 
 def _store(
@@ -125,11 +128,15 @@ def _products(
     shared: Shared,
     warpgroup: Array,
     tile: Array,
-    used: Array,
-) -> tuple[Array, ...]:
-    """Returns the products of one unit: of gate's row tiles, then of up's."""
+    place: Array,
+) -> tuple[tuple[Array, ...], Array]:
+    """Returns the products of one unit, of gate's row tiles, then of up's.
+
+    And the place that follows those of its stages, of which `place` is the first.
+    """
     row_tiles, interpret = problem.config.row_tiles, problem.interpret
     last = problem.unit_stages - 1
+    ring = Ring(problem.config, shared, warpgroup)
     tokens = load_tokens(inputs.slots, tile, interpret=interpret)
     # Of a stage, the inputs of one or two tiles of each warp.
     parts = 2 // row_tiles
@@ -145,9 +152,9 @@ def _products(
         )
 
     def stage(k, carry):
-        products, (x, *later) = carry
+        products, (x, *later), place = carry
         following = activations(k + _AHEAD)
-        slot = slot_of(problem.config, shared, warpgroup, used + k)
+        slot = ring.slot(place)
         plgpu.barrier_wait(slot.full)
         products = list(products)
         for quarter in range(QUARTERS):
@@ -163,9 +170,10 @@ def _products(
                 interpret=interpret,
             )
         release(slot, interpret=interpret)
-        return tuple(products), (*later, following)
+        return tuple(products), (*later, following), ring.after(place)
 
     start = tuple(zeros() for _ in range(2 * row_tiles))
     first = tuple(activations(jnp.int32(k)) for k in range(_AHEAD))
-    products, _ = lax.fori_loop(0, share.stages, stage, (start, first))
-    return products
+    carry = start, first, place
+    products, _, place = lax.fori_loop(0, share.stages, stage, carry)
+    return products, place

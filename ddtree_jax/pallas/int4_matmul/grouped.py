@@ -79,9 +79,9 @@ def grouped_swiglu(
 
         def multiply(warpgroup):
             share = share_of(problem, warpgroup, inputs.count[0])
-            used = gate_up(problem, share, inputs, shared, warpgroup, hidden)
+            place = gate_up(problem, share, inputs, shared, warpgroup, hidden)
             wait_for_units(problem, inputs)
-            add_down(problem, share, inputs, shared, warpgroup, used, hidden, out)
+            add_down(problem, share, inputs, shared, warpgroup, place, hidden, out)
 
         with_registers(config, multiply, lambda: load(problem, inputs, shared))
 

@@ -18,12 +18,7 @@ from ddtree_jax.pallas.int4_matmul.block import (
     share_of,
 )
 from ddtree_jax.pallas.int4_matmul.config import ROWS
-from ddtree_jax.pallas.int4_matmul.ring import (
-    Slot,
-    fill_rings,
-    free_slot,
-    wait_until_read,
-)
+from ddtree_jax.pallas.int4_matmul.ring import Ring, Slot, fill_rings
 from ddtree_jax.pallas.int4_matmul.tiles import TILE_OUT
 from ddtree_jax.pallas.warpgroup import synchronise_warpgroup
 
@@ -37,27 +32,29 @@ def load(problem: Problem, inputs: Inputs, shared: Shared) -> None:
 def _fill(problem: Problem, inputs: Inputs, shared: Shared, warpgroup: Array) -> None:
     share = share_of(problem, warpgroup, inputs.count[0])
     of_units = share.units * share.stages
-    ring = problem.config, shared, warpgroup
+    ring = Ring(problem.config, shared, warpgroup)
 
-    def unit(i, _):
+    def unit(i, place):
         load_stage = _unit_loader(problem, inputs, shared, share, i)
 
-        def stage(k, _):
-            load_stage(k, free_slot(*ring, i * share.stages + k))
+        def stage(k, place):
+            load_stage(k, ring.free_slot(place, i * share.stages + k))
+            return ring.after(place)
 
-        lax.fori_loop(0, share.stages, stage, None)
+        return lax.fori_loop(0, share.stages, stage, place)
 
-    def group(i, _):
+    def group(i, place):
         load_item = _item_loader(problem, inputs, shared, warpgroup, i)
 
-        def item(k, _):
-            load_item(k, free_slot(*ring, of_units + i * share.items + k))
+        def item(k, place):
+            load_item(k, ring.free_slot(place, of_units + i * share.items + k))
+            return ring.after(place)
 
-        lax.fori_loop(0, share.items, item, None)
+        return lax.fori_loop(0, share.items, item, place)
 
-    lax.fori_loop(0, share.units, unit, None)
-    lax.fori_loop(0, share.groups, group, None)
-    wait_until_read(*ring, of_units + share.groups * share.items)
+    place = lax.fori_loop(0, share.units, unit, jnp.int32(0))
+    lax.fori_loop(0, share.groups, group, place)
+    ring.wait_until_read(of_units + share.groups * share.items)
 
 
 def _unit_loader(

@@ -21,16 +21,56 @@ class Slot(NamedTuple):
     free: Any
 
 
-def slot_of(config: GroupedConfig, shared: Any, warpgroup: Any, stage: Array) -> Slot:
-    """Returns where a stage of a warpgroup is."""
-    slot = lax.rem(stage, jnp.int32(config.slots))
-    number = warpgroup * config.slots + slot
-    return Slot(
-        shared.words.at[warpgroup, slot],
-        shared.scales.at[warpgroup, slot],
-        shared.full.at[number],
-        shared.free.at[number],
-    )
+class Ring(NamedTuple):
+    """The slots of one warpgroup, which its stages take in turn.
+
+    Attributes:
+      shared: Shared memory of a block, with `words`, `scales`, `full` and `free`.
+    """
+
+    config: GroupedConfig
+    shared: Any
+    warpgroup: Array
+
+    def slot(self, place: Array) -> Slot:
+        """Returns the slot at a place."""
+        number = self.warpgroup * self.config.slots + place
+        return Slot(
+            self.shared.words.at[self.warpgroup, place],
+            self.shared.scales.at[self.warpgroup, place],
+            self.shared.full.at[number],
+            self.shared.free.at[number],
+        )
+
+    def after(self, place: Array) -> Array:
+        """Returns the place of the next stage.
+
+        Carried from stage to stage: a remainder by the slots takes some thirty
+        instructions of the few hundred of a stage.
+        """
+        return jnp.where(place == self.config.slots - 1, 0, place + 1)
+
+    def free_slot(self, place: Array, stage: Array) -> Slot:
+        """Returns the slot at the place of a stage, as soon as that can be loaded."""
+        slot = self.slot(place)
+
+        @pl.when(stage >= self.config.slots)
+        def _():
+            plgpu.barrier_wait(slot.free)
+
+        return slot
+
+    def wait_until_read(self, stages: Array) -> None:
+        """Waits until the last of so many stages are read.
+
+        Each completion of a barrier has to be observed.
+        """
+        slots = jnp.int32(self.config.slots)
+
+        def wait(stage, _):
+            plgpu.barrier_wait(self.slot(lax.rem(stage, slots)).free)
+
+        lax.fori_loop(jnp.maximum(stages - slots, 0), stages, wait, None)
 
 
 def release(slot: Slot, *, interpret: bool) -> None:
@@ -60,30 +100,3 @@ def fill_rings(config: GroupedConfig, fill: Callable[[Array], None]) -> None:
         pl.when(warp < config.warpgroups)(lambda: fill(warp))
 
     plgpu.warp_map(run)
-
-
-def free_slot(
-    config: GroupedConfig, shared: Any, warpgroup: Array, stage: Array
-) -> Slot:
-    """Returns where a stage is to be loaded, as soon as there is room."""
-    slot = slot_of(config, shared, warpgroup, stage)
-
-    @pl.when(stage >= config.slots)
-    def _():
-        plgpu.barrier_wait(slot.free)
-
-    return slot
-
-
-def wait_until_read(
-    config: GroupedConfig, shared: Any, warpgroup: Array, stages: Array
-) -> None:
-    """Waits until the last of so many stages are read.
-
-    Each completion of a barrier has to be observed.
-    """
-
-    def wait(stage, _):
-        plgpu.barrier_wait(slot_of(config, shared, warpgroup, stage).free)
-
-    lax.fori_loop(jnp.maximum(stages - config.slots, 0), stages, wait, None)
