@@ -61,7 +61,7 @@ class Problem:
         config, units = self.config, count * self.units
         slots = count * (self.items * config.late_blocks)
         even = lax.div(slots, jnp.int32(self.unit_stages))
-        late = lax.div(even * 7, jnp.int32(8))
+        late = jnp.minimum(lax.div(even * 7, jnp.int32(8)), units)
         rest = lax.rem(units - late, jnp.int32(config.stride))
         most = even + config.late_blocks * config.warpgroups // 4
         saves = (late + rest <= most) & (units - late >= config.stride)
