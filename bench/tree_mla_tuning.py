@@ -150,15 +150,16 @@ def rules_of(rows: Sequence[Mapping]) -> list[tuned.Rule]:
         base = first.setdefault(case["name"], row["us"])
         kernels = shares.setdefault(Shape(case["rows"], case["batch"]), {})
         kernels.setdefault(case["kernel"], []).append(row["us"] / base)
-    rules: list[tuned.Rule] = []
+    kept: list[tuple[Shape, str]] = []
     for shape in sorted(shares, key=lambda shape: (-shape.batch, shape.rows)):
         means = {k: float(np.mean(v)) for k, v in shares[shape].items()}
         best = min(means, key=means.__getitem__)
         winner = best if means[best] < 1 - MIN_GAIN else CANDIDATES[0]
-        if rules and (rules[-1].kernel, rules[-1].batch) == (winner, shape.batch):
-            # One rule says both.
-            rules.pop()
-        rules.append(tuned.Rule(winner, rows=shape.rows, batch=shape.batch))
+        while kept and kept[-1][1] == winner and kept[-1][0].rows <= shape.rows:
+            # What that one says of fewer rows, or of larger batches, this one does.
+            kept.pop()
+        kept.append((shape, winner))
+    rules = [tuned.Rule(kernel, *shape) for shape, kernel in kept]
     return [*rules[:-1], *(rule._replace(rows=None, batch=1) for rule in rules[-1:])]
 
 

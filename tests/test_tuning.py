@@ -66,12 +66,13 @@ def test_rules_are_the_fastest_candidates():
         *(row("b", 72, 1, k, us) for k, us in ((first, 100.0), (second, 125.0))),
         # Within what a measurement varies.
         *(row("c", 576, 1, k, us) for k, us in ((first, 10.0), (second, 9.8))),
-        *(row("d", 72, 32, k, us) for k, us in ((first, 10.0), (second, 9.0))),
-        # One rule is enough for this and for 72.
+        *(row("d", 72, 32, k, us) for k, us in ((first, 10.0), (second, 9.8))),
+        # One rule is enough for these two and for 72 rows of one request.
         *(row("e", 8, 1, k, us) for k, us in ((first, 10.0), (second, 9.0))),
+        *(row("f", 8, 8, k, us) for k, us in ((first, 10.0), (second, 9.0))),
     ]
     assert tuning.rules_of(times) == [
-        Rule(second, rows=72, batch=32),
+        Rule(first, rows=72, batch=32),
         Rule(second, rows=72),
         Rule(first),
     ]
