@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from ddtree_jax.config import DraftConfig, ModelConfig
 from ddtree_jax.model.cache import (
@@ -93,10 +94,12 @@ def make_forward(tiny: Tiny, feature_layers: tuple[int, ...]):
     return functools.partial(jax.jit(mapped), tiny.params.target)
 
 
-def poisoned_cache(c: ModelConfig, num_pages: int) -> LatentCache:
+def poisoned_cache(
+    c: ModelConfig, num_pages: int, dtype: DTypeLike = jnp.float32
+) -> LatentCache:
     """Returns pages full of NaN: whatever is read before it is written shows."""
     shapes = abstract_latent_cache(
-        c, num_pages=num_pages, page_size=PAGE_SIZE, dtype=jnp.float32
+        c, num_pages=num_pages, page_size=PAGE_SIZE, dtype=dtype
     )
     return jax.tree.map(lambda s: jnp.full(s.shape, jnp.nan, s.dtype), shapes)
 
@@ -106,13 +109,18 @@ def run_in_chunks(
     ids: np.ndarray,
     chunk_sizes: list[int],
     feature_layers: tuple[int, ...] = (),
+    dtype: DTypeLike = jnp.float32,
 ) -> ForwardResult:
-    """Returns the passes over consecutive chunks of `ids`, put together."""
+    """Returns the passes over consecutive chunks of `ids`, put together.
+
+    Args:
+      dtype: Of the parameters, and so of the cache.
+    """
     run = make_forward(tiny, feature_layers)
     pages = -(-len(ids) // PAGE_SIZE)
     # Pages out of order, and an id that no page has behind the last.
     table = jnp.asarray([[*np.arange(pages)[::-1], pages]], jnp.int32)
-    cache = poisoned_cache(tiny.config, pages)
+    cache = poisoned_cache(tiny.config, pages, dtype)
     done, parts = 0, []
     for size in chunk_sizes:
         tokens = jnp.asarray(ids[None, done : done + size], jnp.int32)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from ddtree_jax.config import DraftConfig, ModelConfig, YarnConfig
 from ddtree_jax.model.params import (
@@ -94,9 +95,14 @@ def random_tiny(mesh: Mesh, *, vocab_size: int = 32) -> Tiny:
     )
     for each in (config, draft_config):
         check_divisible(each, mesh.size)
-    target = _draw(with_shardings(KimiK2(config), mesh, dtype=jnp.float32), seed=0)
+    target = random_target(config, mesh, jnp.float32)
     draft = _draw(with_shardings(DFlash(draft_config), mesh, dtype=jnp.float32), seed=1)
     return Tiny(config, draft_config, Params(target, draft), mesh)
+
+
+def random_target(config: ModelConfig, mesh: Mesh, dtype: DTypeLike) -> KimiK2:
+    """Returns a target with random weights; the same ones, but for the rounding."""
+    return _draw(with_shardings(KimiK2(config), mesh, dtype=dtype), seed=0)
 
 
 def _draw(model, seed: int):
