@@ -17,6 +17,7 @@ from ddtree_jax.pallas import tree_mla_attention
 from ddtree_jax.pallas.tree_mla.config import TreeMlaConfig, choose
 from ddtree_jax.pallas.tree_mla.kernel import tree_mla_attention_pallas
 from ddtree_jax.pallas.tree_mla.mma_config import TreeMlaMmaConfig, choose_mma
+from ddtree_jax.pallas.tree_mla.tuned import kernel_for
 from ddtree_jax.pallas.tree_mla.wide_config import choose_wide
 from tests.support.aot import TOOLS, CompileError, compile_for, shared_memory_limit
 from tests.support.hlo import Program, opcode
@@ -126,25 +127,43 @@ def compiled(target: str, bucket: Bucket, implementation: str = "pallas"):
 SPILLS = 136
 
 
-@pytest.mark.parametrize("bucket", BUCKETS)
-def test_kernels_keep_within_an_h200(bucket):
-    kernels = compiled("h200", bucket).kernels
-    assert set(kernels) == {"tree_mla_attend", "tree_mla_combine"}
+# Hopper's kernels as the table of rules names them.
+HOPPER = {
+    "transposed": ("tree_mla_attend", choose),
+    "wide": ("tree_mla_attend_wide", choose_wide),
+}
+
+
+def assert_within_an_h200(kernels, attend: str, bucket: Bucket) -> None:
+    assert set(kernels) == {attend, "tree_mla_combine"}
     for name, kernel in kernels.items():
         assert 0 < kernel.registers <= MAX_REGISTERS, name
         assert 0 < kernel.shared_memory <= 232_448, name
-    allowed = SPILLS if bucket.rows >= 72 else 0
-    assert kernels["tree_mla_attend"].spill_stores <= allowed
+    spilling = attend == "tree_mla_attend" and bucket.rows >= 72
+    assert kernels[attend].spill_stores <= (SPILLS if spilling else 0)
     assert kernels["tree_mla_combine"].spill_stores == 0
     assert kernels["tree_mla_combine"].spill_loads == 0
 
 
+def kernel_of(bucket: Bucket) -> str:
+    """Returns which of Hopper's the table gives the bucket to."""
+    return kernel_for("9.0", rows=bucket.rows, batch=bucket.batch)
+
+
+@pytest.mark.parametrize("bucket", BUCKETS)
+def test_kernels_keep_within_an_h200(bucket):
+    attend, _ = HOPPER[kernel_of(bucket)]
+    assert_within_an_h200(compiled("h200", bucket).kernels, attend, bucket)
+
+
 @pytest.mark.parametrize("bucket", MANY_ROWS, ids=str)
-def test_the_wide_kernel_keeps_within_an_h200(bucket):
-    config = chosen(choose_wide, 64, bucket)
+def test_the_kernel_that_is_not_chosen_does_too(bucket):
+    [other] = HOPPER.keys() - {kernel_of(bucket)}
+    name, choice = HOPPER[other]
+    config = chosen(choice, 64, bucket)
     function = functools.partial(attend, call=tree_mla_attention_pallas, config=config)
     kernels = compile_for("h200", function, *bucket.shapes()).kernels
-    assert_no_spills(kernels, "tree_mla_attend_wide", limit=232_448)
+    assert_within_an_h200(kernels, name, bucket)
 
 
 @pytest.mark.parametrize("bucket", BUCKETS)
@@ -166,11 +185,11 @@ def test_the_rtx_pro_6000s_kernels_exist_on_an_h200(nodes):
     assert kernels["tree_mla_attend_mma"].shared_memory == want
 
 
-def assert_no_spills(kernels, name="tree_mla_attend_mma", limit=101_376) -> None:
-    assert set(kernels) == {name, "tree_mla_combine"}
+def assert_no_spills(kernels) -> None:
+    assert set(kernels) == {"tree_mla_attend_mma", "tree_mla_combine"}
     for name, kernel in kernels.items():
         assert 0 < kernel.registers <= MAX_REGISTERS, name
-        assert 0 < kernel.shared_memory <= limit, name
+        assert 0 < kernel.shared_memory <= 101_376, name
         assert (kernel.spill_stores, kernel.spill_loads) == (0, 0), name
 
 
@@ -203,9 +222,11 @@ def launches(hlo: str) -> list[str]:
     return [line for line in lines if opcode(line) not in free]
 
 
-@pytest.mark.parametrize(("target", "block"), [("h200", 72), ("rtx_pro_6000", 32)])
+@pytest.mark.parametrize("target", ["h200", "rtx_pro_6000"])
 @pytest.mark.parametrize("bucket", BUCKETS)
-def test_call_is_two_kernels_and_copies_no_cache(bucket, target, block):
+def test_call_is_two_kernels_and_copies_no_cache(bucket, target):
+    kernel = kernel_of(bucket) if target == "h200" else "mma"
+    block = {"transposed": 72, "wide": 64, "mma": 32}[kernel]
     hlo = compiled(target, bucket).hlo
     found = launches(hlo)
     calls = [line for line in found if 'custom_call_target="mosaic_gpu_v2"' in line]
@@ -217,7 +238,7 @@ def test_call_is_two_kernels_and_copies_no_cache(bucket, target, block):
     rest = [line for line in others if table not in line]
     assert all("/slice" in line for line in rest), rest
     # Rows that do not fill the last block are cut off the output and its lse.
-    even = bucket.rows % block == 0 or (target == "h200" and bucket.rows < block)
+    even = bucket.rows % block == 0 or (kernel == "transposed" and bucket.rows < block)
     assert len(rest) <= (0 if even else 2), rest
     cache = LAYERS * PAGES * bucket.page_size * ROPE
     for code, line in Program(hlo).instructions():
