@@ -14,14 +14,15 @@ import jax
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
+from bench.hold import hold
 from bench.timing import Timing
 
 METHOD = (
     "us: a CUDA graph of dependent calls over rotated inputs (a train), launched many "
-    "times without waiting; the wall time of a long run less that of a short one, by "
-    "the calls that it has more. host_us: what the host took to launch a call; not "
-    "above us, or the launch was timed. kernels_us: CUPTI's durations of the kernels "
-    "of the same train without its graph, a call; copies are not in it."
+    "times while a kernel that only waits holds the GPU; the wall time of a long run "
+    "less that of a short one, by the calls that it has more. host_us: what the host "
+    "took to launch a call, which is not in us. kernels_us: CUPTI's durations of the "
+    "kernels of the same train without its graph, a call; copies are not in it."
 )
 # Graphs are launched singly at first, and recorded, and only then replayed.
 _WARM_UP = 4
@@ -29,13 +30,18 @@ _WARM_UP = 4
 _LEAD = 2
 # What a long run takes more than a short one; at most as many trains as are queued.
 _SPAN_S, _MOST = 5e-3, 16
+# The device is held for so many times what the host takes to launch a long run.
+_HOLD = 3
 _CUPTI_RUNS = 3
 # So that XLA makes no graph: of fewer steps it makes none.
 NO_GRAPH = {"xla_gpu_graph_min_graph_size": 1_000_000}
 
 
 class DeviceTiming(NamedTuple):
-    """Microseconds of one call on the device, and of launching it on the host."""
+    """Microseconds of one call on the device, and of launching it on the host.
+
+    The device was held until all was launched, so the first are without the second.
+    """
 
     device: Timing
     host_us: float
@@ -52,11 +58,16 @@ def time_trains(
 
     Args:
       arguments: Of `run`, taken in turn.
+
+    Raises:
+      RuntimeError: The host became so slow that launches would have been timed.
     """
     lists = itertools.cycle(arguments)
 
-    def wall(trains: int) -> tuple[float, float]:
+    def wall(trains: int, held: float) -> tuple[float, float]:
         begin = time.perf_counter()
+        if held:
+            hold(held)
         result = None
         for _ in range(trains):
             result = run(*next(lists))
@@ -64,15 +75,22 @@ def time_trains(
         jax.block_until_ready(result)
         return launched, time.perf_counter() - begin
 
-    wall(max(_WARM_UP, len(arguments)))
-    one = wall(_WARM_UP)[1] / _WARM_UP
+    wall(max(_WARM_UP, len(arguments)), 0)
+    one = wall(_WARM_UP, 0)[1] / _WARM_UP
     more = min(max(math.ceil(_SPAN_S / one), 2), _MOST)
+    held = _HOLD * wall(_LEAD + more, 0)[0]
     device, host = [], []
     for _ in range(repeats):
-        _, short = wall(_LEAD)
-        launched, long = wall(_LEAD + more)
-        device.append((long - short) / (more * calls) * 1e6)
+        _, short = wall(_LEAD, held)
+        launched, long = wall(_LEAD + more, held)
         host.append(launched / ((_LEAD + more) * calls) * 1e6)
+        if launched < held:
+            device.append((long - short) / (more * calls) * 1e6)
+    if 2 * len(device) < repeats:
+        raise RuntimeError(
+            f"launching a call took {np.median(host):.0f} us, more than {_HOLD} times "
+            "as long as at first, and would have been timed; is the host busy?"
+        )
     p10, median, p90 = np.quantile(device, [0.1, 0.5, 0.9])
     timing = Timing(float(median), float(p10), float(p90))
     return DeviceTiming(timing, float(np.median(host)))

@@ -229,10 +229,8 @@ def case_of(job: Job) -> dict:
 def progress(row: dict) -> str:
     """Returns the row in a line."""
     case = row["case"]
-    # Nothing of the device's time is seen when the host was slower.
-    slow = "  LAUNCH NOT HIDDEN" if row["host_us"] > 0.9 * row["us"] else ""
     return (
         f"{case['name']}  {case['implementation']}  {row['us']:.1f} us "
         f"[{row['p10']:.1f}, {row['p90']:.1f}]  {row['x_floor']:.2f} x floor  "
-        f"error {row['error']}{slow}"
+        f"error {row['error']}"
     )

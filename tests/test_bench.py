@@ -397,24 +397,46 @@ def test_wrong_results_are_no_times():
             tree_mla.check(bad, truth)
 
 
-def test_fixed_costs_of_a_train_are_not_in_its_time(monkeypatch):
-    # Launching takes 1 ms a train, waiting 9 s and 4 ms for each of them.
-    clock, launched = [0.0], [0]
-    monkeypatch.setattr(device_time.time, "perf_counter", lambda: clock[0])
+class Device:
+    """A clock, a host that launches trains and a device that runs them in order."""
 
-    def run(argument):
-        clock[0] += 1e-3
-        launched[0] += 1
+    def __init__(self, monkeypatch, *, launch_s: float, train_s: float):
+        self.now = self.free = 0.0
+        self.launch_s, self.train_s = launch_s, train_s
+        monkeypatch.setattr(device_time.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(device_time.jax, "block_until_ready", self.wait)
+        monkeypatch.setattr(device_time, "hold", self.hold)
+
+    def hold(self, seconds: float) -> None:
+        self.free = max(self.free, self.now) + seconds
+
+    def run(self, argument):
+        self.now += self.launch_s
+        self.hold(self.train_s)
         return argument
 
-    def wait(result):
-        clock[0] += 9 + 4e-3 * launched[0]
-        launched[0] = 0
+    def wait(self, _) -> None:
+        # Whatever waiting costs the host.
+        self.now = max(self.now, self.free) + 9
 
-    monkeypatch.setattr(device_time.jax, "block_until_ready", wait)
-    got = device_time.time_trains(run, [(1,), (2,)], calls=10)
-    assert got.device == pytest.approx((500, 500, 500))
-    assert got.host_us == pytest.approx(100)
+
+def test_only_the_device_counts_where_launching_takes_longer(monkeypatch):
+    device = Device(monkeypatch, launch_s=5e-3, train_s=1e-3)
+    got = device_time.time_trains(device.run, [(1,), (2,)], calls=10)
+    assert got.device == pytest.approx((100, 100, 100))
+    assert got.host_us == pytest.approx(500)
+
+
+def test_a_host_that_becomes_slow_is_refused(monkeypatch):
+    device = Device(monkeypatch, launch_s=5e-3, train_s=1e-3)
+
+    def hold(seconds):
+        device.launch_s = 1.0
+        device.hold(seconds)
+
+    monkeypatch.setattr(device_time, "hold", hold)
+    with pytest.raises(RuntimeError, match="launching a call took 100000 us"):
+        device_time.time_trains(device.run, [(1,)], calls=10)
 
 
 def test_kernels_are_summed_a_call():
@@ -438,8 +460,6 @@ def test_tree_mla_rows_and_their_table():
     }
     assert (row["us"], row["p10"], row["p90"]) == (20, 19, 120)
     assert row["must_us"] == 1e9 and row["peers_us"] == {"cascade": 3}
-    assert tree_mla.progress(row).endswith("LAUNCH NOT HIDDEN")
-    assert not tree_mla.progress({**row, "host_us": 17}).endswith("HIDDEN")
     row |= {"kernels_us": {"a": 12.0, "b": 3.04}, "floor_us": 2.0, "x_floor": 10.0}
     other = tree_mla.row_of(SMALL, "xla bfloat16", timing_, calls=4)
     assert "peers_us" not in other

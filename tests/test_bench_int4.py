@@ -319,8 +319,6 @@ def test_rows_and_their_table():
     assert row["copy_share"] == pytest.approx(2.273)
     assert (row["must_us"], row["aim_us"]) == (80, 58)
     row["error"] = 0.0
-    assert int4.progress(row).endswith("LAUNCH NOT HIDDEN")
-    assert not int4.progress({**row, "host_us": 17}).endswith("HIDDEN")
     row |= {"us": 60.0, "kernels_us": {"a": 12.0, "b": 3.04}}
     other = int4.row_of(Job(case, "xla"), load, TIMING, calls=2, gbps=4300)
     assert not {"must_us", "gbps", "peers_us"} & other.keys()
