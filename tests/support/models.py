@@ -87,7 +87,7 @@ def make_forward(tiny: Tiny, feature_layers: tuple[int, ...]):
     mapped = jax.shard_map(
         body,
         mesh=tiny.mesh,
-        in_specs=(partition_specs(KimiK2(c)), P(), P(), P(), P()),
+        in_specs=(partition_specs(tiny.params.target), P(), P(), P(), P()),
         out_specs=ForwardResult(P(None, None, "tensor"), P(), P(), P()),
         check_vma=False,
     )
