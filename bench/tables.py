@@ -98,6 +98,39 @@ def int4_table(results: Path) -> str:
     return _kernel_table(results, "int4", int4_rows)
 
 
+def agreement_table(results: Path) -> str:
+    """Returns how far greedy text in bfloat16 agrees with float32, per pair of texts."""
+    parts = []
+    for path in sorted(results.glob("agreement-*.json")):
+        record = read_record(path)
+        margins = record["float32_margins"]
+        lines = [
+            f"{_origin(record)}; {margins['near_ties']:.0%} of the places of the "
+            "float32 texts are near-ties:",
+            "",
+            "| model | tested | against | budget | texts that differ "
+            "| differences in 1,000 tokens | margin: median | largest "
+            "| beyond near-ties |",
+            "|---|---|---|---:|---:|---:|---:|---:|---:|",
+        ]
+        lines += map(_agreement_line, record["rows"])
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) or "Agreement has not been measured yet."
+
+
+def _agreement_line(row: dict) -> str:
+    case = row["case"]
+    differ = len(row["differences"])
+    margins = (row["margin_median"], row["margin_max"])
+    median, largest = ("–" if m is None else f"{m:.3f}" for m in margins)
+    return (
+        f"| {case['model']} | {case['tested']} | {case['reference']} "
+        f"| {case['budget']} | {differ} of {row['texts']} "
+        f"| {row['per_1000_tokens']:.1f} | {median} | {largest} "
+        f"| {row['beyond_near_ties']} |"
+    )
+
+
 def convert_table(results: Path) -> str:
     """Returns how fast checkpoints are converted, beside `cp`, and restored."""
     parts = []
@@ -147,5 +180,6 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "tree build": tree_build_table,
     "tree mla": tree_mla_table,
     "int4": int4_table,
+    "agreement": agreement_table,
     "convert": convert_table,
 }

@@ -81,6 +81,7 @@ ACCEPTANCE = {
 EMPTY = "a\n<!-- acceptance -->\n<!-- /acceptance -->\n" + (
     "<!-- tree mla -->\n<!-- /tree mla -->\n<!-- int4 -->\n<!-- /int4 -->\n"
     "b\n<!-- tree build -->\n<!-- /tree build -->\nc\n"
+    "<!-- agreement -->\n<!-- /agreement -->\n"
     "<!-- convert -->\n<!-- /convert -->\n"
 )
 
@@ -117,9 +118,34 @@ def test_what_was_not_measured_says_so_and_markers_are_needed(tmp_path):
     assert "Acceptance has not been measured yet." in text
     assert "The tree builder has not been timed yet." in text
     assert "Conversion has not been timed yet." in text
+    assert "Agreement has not been measured yet." in text
     assert text.count("The kernel has not been timed yet.") == 2
     with pytest.raises(ConfigError, match="expected one block <!-- tree build -->"):
         tables.updated(EMPTY.replace("<!-- tree build -->", ""), tmp_path)
+
+
+def test_agreement_table_has_rates_and_margins(tmp_path):
+    case = {"model": "m", "prompts": "p", "budget": 32}
+    row = {
+        "case": {**case, "reference": "float32 plain", "tested": "bfloat16 ddtree"},
+        "texts": 24,
+        "diverged": 1 / 12,
+        "tokens": 1000,
+        "per_1000_tokens": 2.0,
+        "margin_median": 0.0123,
+        "margin_max": 0.5,
+        "beyond_near_ties": 1,
+        "differences": [{}, {}],
+    }
+    same = row | {"per_1000_tokens": 0.0, "beyond_near_ties": 0, "differences": []}
+    same |= {"margin_median": None, "margin_max": None}
+    record = {**ACCEPTANCE, "rows": [row, same], "float32_margins": {"near_ties": 0.09}}
+    (tmp_path / "agreement-h200.json").write_text(json.dumps(record))
+    text = tables.updated(EMPTY, tmp_path)
+    start = "| m | bfloat16 ddtree | float32 plain | 32 |"
+    assert "9% of the places of the float32 texts are near-ties" in text
+    assert f"{start} 2 of 24 | 2.0 | 0.012 | 0.500 | 1 |" in text
+    assert f"{start} 0 of 24 | 0.0 | – | – | 0 |" in text
 
 
 def a_record(**figures) -> dict:

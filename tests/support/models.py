@@ -18,7 +18,7 @@ from ddtree_jax.model.cache import (
     commit_rows,
 )
 from ddtree_jax.model.layers import head_logits
-from ddtree_jax.model.params import KimiK2, partition_specs
+from ddtree_jax.model.params import partition_specs
 from ddtree_jax.model.restore import restore_draft, restore_target
 from ddtree_jax.model.transformer import forward
 from ddtree_jax.spec import (

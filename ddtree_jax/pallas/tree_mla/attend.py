@@ -1,24 +1,15 @@
-"""Owns the Hopper kernel that reads pages and tail, in row blocks and splits.
+"""Owns the kernel that reads pages and tail, in row blocks and splits.
 
-The product is transposed: keys, and later latent columns, are the 64-row operand
-of `wgmma`, and query rows are its N. So 8 rows cost what 8 rows need, where rows
-as the 64-row operand would be padded: 72 rows (8 heads, 9 nodes) fill 56 % of two
-such tiles. For many rows, `wide.py` is the other way round.
+Warpgroups that compute are followed by one whose first warp loads. What they do is a
+variant's: `transposed.py` and `wide.py` for Hopper, `mma.py` for little shared memory.
 
-Four warpgroups work on a tile of 64 keys in turn, and on different tiles at once:
-
-    load    fills a ring of slots
-    score   S = K Qᵀ, masks, P = 2^(S - m)
-    weigh   two of them, each half of the latent columns: O += Vᵀ P
-
-K and V are the same bytes: a slot holds 64 keys × 128 latent columns, and is freed
-when both `weigh` have summed it. The reference m of a row is its largest logit so
+K and V are the same bytes: a slot of the ring holds a tile's keys × 128 latent columns,
+and is freed when it has been summed. The reference m of a row is its largest logit so
 far, raised only when a new one exceeds it by much: then O and the sums are scaled,
 else no maximum has to be found. Softmax does not depend on the choice of m.
 
-Source: split-KV attention with online softmax (FlashDecoding, FlashMLA); the
-transposed product of FlashMLA-ETAP (arXiv 2506.01969); lazy rescaling as in
-FlashAttention-4.
+Source: split-KV attention with online softmax (FlashDecoding, FlashMLA); lazy
+rescaling as in FlashAttention-4.
 """
 
 import functools
@@ -32,53 +23,39 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ddtree_jax.arrays import F32, Array
 from ddtree_jax.pallas.tree_mla.block import (
-    Barriers,
     Buffers,
     Inputs,
+    Outputs,
     Problem,
-    barriers,
-    buffers,
     work,
 )
 from ddtree_jax.pallas.tree_mla.load import Loader
-from ddtree_jax.pallas.tree_mla.score import score
-from ddtree_jax.pallas.tree_mla.weigh import HALF, weigh
+from ddtree_jax.pallas.tree_mla.weigh import HALF
 from ddtree_jax.pallas.warpgroup import overlap_launches
+
+# What a warpgroup does: (problem, work, inputs, buffers, barriers, outputs).
+type Role = Callable[..., None]
 
 
 class Variant(NamedTuple):
     """What differs between GPUs.
 
     Attributes:
+      roles: Of all warpgroups but the last, which loads; equal ones are neighbours.
       scratch: Makes the shared memory of a block, for a problem.
       buffers: Gives its pieces their names.
       barriers: Makes the barriers of a block, for a problem.
-      registers: Of a thread of the warpgroups that score, weigh and load; None leaves
-        them what they start with, 128.
+      registers: Of a thread of each warpgroup; None leaves them what they start with.
       options: Of `CompilerParams`.
     """
 
     name: str
-    score: Callable[..., None]
-    weigh: Callable[..., None]
+    roles: Sequence[Role]
     scratch: Callable[[Problem], Sequence[Any]]
     buffers: Callable[..., Buffers]
-    barriers: Callable[[Problem], Barriers]
-    registers: tuple[int, int, int] | None
+    barriers: Callable[[Problem], Any]
+    registers: Sequence[int] | None
     options: Mapping[str, Any]
-
-
-# What one warpgroup gives up, others take.
-HOPPER = Variant(
-    name="tree_mla_attend",
-    score=score,
-    weigh=weigh,
-    scratch=buffers,
-    buffers=Buffers,
-    barriers=barriers,
-    registers=(136, 176, 24),
-    options={},
-)
 
 
 def attend(
@@ -103,36 +80,34 @@ def attend(
     splits = (batch, config.row_blocks, config.splits)
     sums = (*splits, problem.latent // HALF, HALF * config.rows)
     rows = (*splits, config.rows)
-    scratch = variant.scratch(problem)
-
-    def set_registers(which, action):
-        if variant.registers:
-            plgpu.set_max_registers(variant.registers[which], action=action)
+    memory, made = variant.scratch(problem), variant.barriers(problem)
 
     def body(*refs):
-        inputs, outputs = Inputs(*refs[:9]), refs[9:12]
-        s = variant.buffers(*refs[12 : 12 + len(scratch)])
-        b = Barriers(*refs[12 + len(scratch) :])
-        partial, peaks, totals = outputs
+        inputs, outputs = Inputs(*refs[:9]), Outputs(*refs[9:12])
+        s = variant.buffers(*refs[12 : 12 + len(memory)])
+        b = type(made)(*refs[12 + len(memory) :])
         overlap_launches(interpret=problem.interpret)
         w = work(problem, inputs.context_len)
         warpgroup = lax.axis_index("warpgroup")
 
-        def scorer():
-            set_registers(0, "increase")
-            variant.score(problem, w, inputs, s, b, peaks, totals)
-
-        def weigher():
-            set_registers(1, "increase")
-            variant.weigh(problem, w, s, b, warpgroup - 1, partial)
-
-        def loader():
-            set_registers(2, "decrease")
+        def loader(*_):
             Loader(problem, w, inputs, s, b).run()
 
-        # Not one condition after another: what those ask would take registers.
-        others = functools.partial(lax.cond, warpgroup == 3, loader, weigher)
-        lax.cond(warpgroup == 0, scorer, others)
+        def run(number, role):
+            if variant.registers:
+                mine = variant.registers[number]
+                action = "increase" if mine > min(variant.registers) else "decrease"
+                plgpu.set_max_registers(mine, action=action)
+            role(problem, w, inputs, s, b, outputs)
+
+        # Warpgroups that do the same run the same instructions.
+        last = {role: number for number, role in enumerate([*variant.roles, loader])}
+        # Each in the other branch of the one before: what conditions one after
+        # another ask would take registers.
+        *first, start = (functools.partial(run, n, role) for role, n in last.items())
+        for number, this in reversed([*zip(last.values(), first, strict=False)]):
+            start = functools.partial(lax.cond, warpgroup <= number, this, start)
+        start()
 
     kernel = plgpu.kernel(
         body,
@@ -141,10 +116,10 @@ def attend(
             jax.ShapeDtypeStruct(rows, jnp.float32),
             jax.ShapeDtypeStruct(rows, jnp.float32),
         ),
-        scratch_types=[*scratch, *variant.barriers(problem)],
+        scratch_types=[*memory, *made],
         grid=(config.splits, config.row_blocks, batch),
         grid_names=("split", "row_block", "request"),
-        num_threads=4,
+        num_threads=len(variant.roles) + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,

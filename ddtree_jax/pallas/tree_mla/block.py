@@ -108,17 +108,26 @@ class Inputs(NamedTuple):
     bits: Any
 
 
+class Outputs(NamedTuple):
+    """Arrays in global memory, as `attend` returns them."""
+
+    partial: Any
+    peaks: Any
+    totals: Any
+
+
 class Buffers(NamedTuple):
     """Arrays in shared memory.
 
     Attributes:
       ring: Latents of the tiles in work, in slots.
+      q_rope, rope: With a first dimension of 1.
       probabilities: P of one tile, rows × keys.
       peaks: Reference logit of each row, as exponents of 2, where registers are short.
       growth: By what `weigh` scales its sums, for the tiles of even and odd number.
       grew: Whether it has to.
       words: Ancestor bits of the rows, for both halves of a tail tile.
-      scratch: For reductions of `score`, where they cross warps.
+      scratch: For sums that cross warps, or warpgroups.
     """
 
     q_latent: Any
@@ -134,9 +143,11 @@ class Buffers(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """`full`: loaded. `free`: no longer read. Each has one per slot where it says so.
+    """`full`: there to be read. `free`: no longer read.
 
-    A warpgroup that waits for a barrier observes each of its completions.
+    Those of slots are one a slot; rotary keys have one for the tiles of even number
+    and one for the odd ones. A warpgroup that waits for a barrier observes each of its
+    completions.
     """
 
     queries: Any
@@ -166,9 +177,9 @@ def buffers(problem: Problem) -> Buffers:
     rows, slots = problem.config.rows, problem.config.slots
     return Buffers(
         q_latent=swizzled(rows, problem.latent),
-        q_rope=swizzled(rows, problem.rope),
+        q_rope=swizzled(1, rows, problem.rope),
         ring=swizzled(slots, TILE, SLOT_COLUMNS),
-        rope=swizzled(TILE, problem.rope),
+        rope=swizzled(1, TILE, problem.rope),
         probabilities=swizzled(rows, TILE),
         peaks=plgpu.SMEM((1, rows), jnp.float32),
         growth=plgpu.SMEM((2, rows), jnp.float32),
@@ -189,7 +200,7 @@ def barriers(problem: Problem, *, slot_readers: int = 2) -> Barriers:
         queries=plgpu.Barrier(num_arrivals=2),
         slot_full=plgpu.Barrier(num_arrivals=pieces, num_barriers=slots),
         slot_free=plgpu.Barrier(num_arrivals=slot_readers, num_barriers=slots),
-        rope_full=plgpu.Barrier(num_arrivals=pieces),
+        rope_full=plgpu.Barrier(num_arrivals=pieces, num_barriers=2),
         rope_free=plgpu.Barrier(),
         probabilities_full=plgpu.Barrier(),
         probabilities_free=plgpu.Barrier(num_arrivals=2),

@@ -13,6 +13,8 @@ from jax import numpy as jnp
 from ddtree_jax.arrays import I32, Array
 
 TILE = 64
+# Binary logarithm of how far a logit may exceed the reference before that is raised.
+GROWTH = 16.0
 # Latent columns of one slot of the ring, loaded and freed together.
 SLOT_COLUMNS = 128
 MAX_ROWS = 72
@@ -36,10 +38,12 @@ class TreeMlaConfig:
       combine_warpgroups: That share a request's splits when they are combined.
       tile: Keys of a tile; it also says which kernel: this one is Hopper's.
       rows_axis: Of logits and of sums; the other one has keys, and latent columns.
+      tiles_ahead: How far ahead the second-level cache is asked for tiles.
     """
 
     tile: ClassVar[int] = TILE
     rows_axis: ClassVar[int] = 1
+    tiles_ahead: ClassVar[int] = 0
 
     rows: int
     row_blocks: int

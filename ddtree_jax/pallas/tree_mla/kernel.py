@@ -12,8 +12,8 @@ from jax import numpy as jnp
 
 from ddtree_jax.arrays import BF16, F32, I32, U32, Array
 from ddtree_jax.pallas.device import compute_capability
-from ddtree_jax.pallas.tree_mla import mma, wide
-from ddtree_jax.pallas.tree_mla.attend import HOPPER, attend
+from ddtree_jax.pallas.tree_mla import mma, transposed, wide
+from ddtree_jax.pallas.tree_mla.attend import attend
 from ddtree_jax.pallas.tree_mla.block import Inputs, Problem
 from ddtree_jax.pallas.tree_mla.combine import combine
 from ddtree_jax.pallas.tree_mla.config import SLOT_COLUMNS, TILE, TreeMlaConfig, choose
@@ -32,7 +32,7 @@ _CUTS = {
 }
 # By the class of the config.
 _VARIANTS = {
-    TreeMlaConfig: HOPPER,
+    TreeMlaConfig: transposed.VARIANT,
     TreeMlaWideConfig: wide.VARIANT,
     TreeMlaMmaConfig: mma.VARIANT,
 }

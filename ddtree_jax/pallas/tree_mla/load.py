@@ -1,6 +1,6 @@
 """Owns when tiles are loaded, and from where."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax import lax
 from jax import numpy as jnp
@@ -17,6 +17,9 @@ from ddtree_jax.pallas.tree_mla.block import (
 )
 from ddtree_jax.pallas.tree_mla.config import SLOT_COLUMNS
 from ddtree_jax.pallas.warpgroup import hidden_zero
+
+# Most elements of a dimension that a copy can have.
+_BOX = 256
 
 type Pages = tuple[Array, ...]
 
@@ -45,6 +48,8 @@ class Loader(NamedTuple):
         def tile(i, pages):
             # Read now, so that it is there when the next tile needs it.
             following = self.pages(self.w.first + i + 1)
+            if ahead := self.problem.config.tiles_ahead:
+                self._prefetch(i + ahead)
             self._tile(i, pages)
             return following
 
@@ -77,7 +82,7 @@ class Loader(NamedTuple):
         block = pl.ds(self.w.row_block * rows, rows)
         for source, target in (
             (self.g.q_latent, self.s.q_latent),
-            (self.g.q_rope, self.s.q_rope),
+            (self.g.q_rope, self.s.q_rope.at[0]),
         ):
             plgpu.copy_gmem_to_smem(
                 source.at[self.w.request, block], target, self.b.queries
@@ -127,10 +132,35 @@ class Loader(NamedTuple):
         target, barrier = self.s.ring.at[slot], self.b.slot_full.at[slot]
         self._copy(tile, pages, sources, columns, target, barrier)
 
+    def _prefetch(self, i: Array) -> None:
+        """Asks the second-level cache for a tile of the context.
+
+        One row block does for all, which read the same tiles at about the same time.
+        """
+        tile = self.w.first + i
+        in_context = (i < self.w.tiles) & (tile < self.w.context_tiles)
+
+        @pl.when(in_context & (self.w.row_block == 0))
+        def _():
+            rows, latent = self._rows(tile), self.problem.latent
+            for page in self.pages(tile):
+                for begin in range(0, latent, _BOX):
+                    columns = pl.ds(begin, min(_BOX, latent - begin))
+                    plgpu.async_prefetch(self.g.latent_pages.at[page, rows, columns])
+                plgpu.async_prefetch(self.g.rope_pages.at[page, rows])
+
+    def _rows(self, tile: Array) -> Any:
+        """Returns those of its pages that a tile of the context has, as an index."""
+        if self._tiles_a_page == 1:
+            return slice(None)
+        size = self.problem.piece
+        return pl.ds(lax.rem(tile, jnp.int32(self._tiles_a_page)) * size, size)
+
     def _rope(self, tile: Array, pages: Pages) -> None:
         columns = pl.ds(0, self.problem.rope)
         sources = self.g.rope_pages, self.g.tail_rope
-        self._copy(tile, pages, sources, columns, self.s.rope, self.b.rope_full)
+        barrier = self.b.rope_full.at[lax.rem(tile, 2)]
+        self._copy(tile, pages, sources, columns, self.s.rope.at[0], barrier)
 
     def _copy(self, tile, pages: Pages, sources, columns, target, barrier) -> None:
         """Copies some columns of a tile, which is in the pages or in the tail."""
@@ -144,11 +174,7 @@ class Loader(NamedTuple):
 
         @pl.when(in_context)
         def _():
-            if self._tiles_a_page > 1:
-                begin = lax.rem(tile, jnp.int32(self._tiles_a_page)) * size
-                rows = pl.ds(begin, size)
-            else:
-                rows = slice(None)
+            rows = self._rows(tile)
             for piece, page in enumerate(pages):
                 source = paged.at[page, rows, columns]
                 plgpu.copy_gmem_to_smem(source, part(piece), barrier)

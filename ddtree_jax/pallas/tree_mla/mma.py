@@ -1,4 +1,4 @@
-"""Owns the kernel for GPUs without `wgmma`: as `attend.py`, with `mma`, in 99 KB.
+"""Owns the kernel for GPUs without `wgmma`: as `transposed.py`, with `mma`, in 99 KB.
 
 Roles, order and results are those of the Hopper kernel, in tiles of 32 keys. Both
 products stay transposed: keys, and later latent columns, are the rows of the
@@ -14,6 +14,7 @@ Every warpgroup has the 128 registers a thread that it starts with: for sm_120,
 `ptxas` ignores a change of them in a kernel with TMA loads as Mosaic GPU writes them.
 """
 
+import functools
 from typing import Any
 
 from jax import numpy as jnp
@@ -24,8 +25,9 @@ from ddtree_jax.pallas.tree_mla.attend import Variant
 from ddtree_jax.pallas.tree_mla.block import Buffers, Problem, barriers, swizzled
 from ddtree_jax.pallas.tree_mla.config import SLOT_COLUMNS
 from ddtree_jax.pallas.tree_mla.mma_score import score
-from ddtree_jax.pallas.tree_mla.mma_weigh import weigh
+from ddtree_jax.pallas.tree_mla.mma_weigh import LAYOUT, add_product
 from ddtree_jax.pallas.tree_mla.reference import WORD_BITS
+from ddtree_jax.pallas.tree_mla.weigh import weigh
 
 
 def _scratch(problem: Problem) -> tuple[Any, ...]:
@@ -33,9 +35,9 @@ def _scratch(problem: Problem) -> tuple[Any, ...]:
     rows, slots, tile = problem.config.rows, problem.config.slots, problem.tile
     return (
         swizzled(rows, problem.latent),
-        swizzled(rows, problem.rope),
+        swizzled(1, rows, problem.rope),
         swizzled(slots, tile, SLOT_COLUMNS),
-        swizzled(tile, problem.rope),
+        swizzled(1, tile, problem.rope),
         swizzled(rows, tile),
         plgpu.SMEM((4, rows), jnp.float32),
         plgpu.SMEM((tile // WORD_BITS, rows), jnp.int32),
@@ -58,10 +60,11 @@ def _buffers(q_latent, q_rope, ring, rope, probabilities, vectors, words) -> Buf
     )
 
 
+_WEIGH = functools.partial(weigh, product=add_product, layout=LAYOUT)
+
 VARIANT = Variant(
     name="tree_mla_attend_mma",
-    score=score,
-    weigh=weigh,
+    roles=(score, _WEIGH, _WEIGH),
     scratch=_scratch,
     buffers=_buffers,
     barriers=barriers,

@@ -12,17 +12,18 @@ from ddtree_jax.pallas.tree_mla.block import (
     Barriers,
     Buffers,
     Inputs,
+    Outputs,
     Problem,
     Work,
     slot_of,
 )
-from ddtree_jax.pallas.tree_mla.config import SLOT_COLUMNS
+from ddtree_jax.pallas.tree_mla.config import GROWTH, SLOT_COLUMNS
 from ddtree_jax.pallas.tree_mla.mask import (
     LOWEST,
 )
 from ddtree_jax.pallas.tree_mla.mma_config import TILE, TILE_WARPS
 from ddtree_jax.pallas.tree_mla.mma_registers import load_left, load_right, multiply
-from ddtree_jax.pallas.tree_mla.score import GROWTH, score_tiles
+from ddtree_jax.pallas.tree_mla.score import score_tiles
 from ddtree_jax.pallas.warpgroup import any_above, hidden_zero, load_columns
 
 # Columns of a row of swizzled shared memory.
@@ -30,30 +31,18 @@ _PART = 64
 
 
 def score(
-    problem: Problem,
-    w: Work,
-    g: Inputs,
-    s: Buffers,
-    b: Barriers,
-    peaks: Any,
-    totals: Any,
+    problem: Problem, w: Work, g: Inputs, s: Buffers, b: Barriers, out: Outputs
 ) -> None:
-    """Gives `weigh` the probabilities of each tile, and stores how to combine them.
-
-    Args:
-      peaks: Global memory of all splits, [B, row_blocks, splits, rows]: the
-        reference logits, as exponents of 2.
-      totals: Likewise: sums of the probabilities.
-    """
+    """Gives `weigh` the probabilities of each tile, and stores how to combine them."""
     rows, layout = problem.config.rows, problem.layout
     lowest = jnp.full((rows,), LOWEST, jnp.float32)
     s.peaks[0, :] = plgpu.layout_cast(lowest, layout.reduce(0))
     total = plgpu.layout_cast(jnp.zeros((TILE, rows), jnp.float32), layout)
 
     total = score_tiles(problem, w, g, s, b, total, _logits, _probabilities)
-    out = w.request, w.row_block, w.split
-    peaks[(*out, slice(None))] = _vector(problem, s.peaks.at[0])
-    totals[(*out, slice(None))] = total.sum(axis=0)
+    place = w.request, w.row_block, w.split, slice(None)
+    out.peaks[place] = _vector(problem, s.peaks.at[0])
+    out.totals[place] = total.sum(axis=0)
 
 
 def _vector(problem: Problem, ref: Any) -> Array:
@@ -83,8 +72,8 @@ def _logits(problem: Problem, w: Work, s: Buffers, b: Barriers, i: Array) -> Arr
     x = jnp.zeros((TILE, problem.config.rows), jnp.float32)
     x = plgpu.layout_cast(x, problem.layout)
     x = lax.fori_loop(zero, zero + problem.chunks, chunk, x)
-    plgpu.barrier_wait(b.rope_full)
-    x = product(x, s.rope, s.q_rope)
+    plgpu.barrier_wait(b.rope_full.at[lax.rem(i, 2)])
+    x = product(x, s.rope.at[0], s.q_rope.at[0])
     # TMA overwrites the rotary keys. Here warps meet as well, so masks can zero
     # latents of which another warp has made its logits.
     plgpu.commit_smem()

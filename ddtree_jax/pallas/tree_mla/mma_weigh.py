@@ -1,6 +1,4 @@
-"""Owns the two warpgroups of the `mma` kernel that sum values: O += Vᵀ P."""
-
-from typing import Any
+"""Owns the products of the `mma` kernel that sum values: O += Vᵀ P."""
 
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -10,7 +8,6 @@ from ddtree_jax.pallas.tree_mla.block import (
     Barriers,
     Buffers,
     Problem,
-    Work,
     slot_of,
 )
 from ddtree_jax.pallas.tree_mla.mma_registers import (
@@ -19,22 +16,15 @@ from ddtree_jax.pallas.tree_mla.mma_registers import (
     multiply,
     sums_layout,
 )
-from ddtree_jax.pallas.tree_mla.weigh import HALF, weigh_with
+from ddtree_jax.pallas.tree_mla.weigh import HALF, Sums
 from ddtree_jax.pallas.warpgroup import WARPS
 
-_LAYOUT = sums_layout(WARPS)
+LAYOUT = sums_layout(WARPS)
 
 
-def weigh(
-    problem: Problem, w: Work, s: Buffers, b: Barriers, half: Array, partial: Any
-) -> None:
-    """Sums this half of the latent columns over the block's tiles, and stores it."""
-    weigh_with(_product, _LAYOUT, problem, w, s, b, half, partial)
-
-
-def _product(
-    problem: Problem, s: Buffers, b: Barriers, i: Array, half: Array, sums
-) -> tuple[Array, ...]:
+def add_product(
+    problem: Problem, s: Buffers, b: Barriers, i: Array, half: Array, sums: Sums
+) -> Sums:
     """Returns the sums with tile `i` added.
 
     P and the slots are free as soon as registers hold what is in them.

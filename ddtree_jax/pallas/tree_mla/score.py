@@ -14,12 +14,13 @@ from ddtree_jax.pallas.tree_mla.block import (
     Barriers,
     Buffers,
     Inputs,
+    Outputs,
     Problem,
     Work,
     slot_columns,
     slot_of,
 )
-from ddtree_jax.pallas.tree_mla.config import TILE
+from ddtree_jax.pallas.tree_mla.config import GROWTH, TILE
 from ddtree_jax.pallas.tree_mla.mask import (
     LOWEST,
     mask_context,
@@ -37,37 +38,20 @@ from ddtree_jax.pallas.warpgroup import (
     synchronise_warpgroup,
 )
 
-# Binary logarithm of how far a logit may exceed the reference before that is raised.
-GROWTH = 16.0
-
 
 def score(
-    problem: Problem,
-    w: Work,
-    g: Inputs,
-    s: Buffers,
-    b: Barriers,
-    peaks: Any,
-    totals: Any,
+    problem: Problem, w: Work, g: Inputs, s: Buffers, b: Barriers, out: Outputs
 ) -> None:
-    """Gives `weigh` the probabilities of each tile, and stores how to combine them.
-
-    Args:
-      peaks: Global memory of all splits, [B, row_blocks, splits, rows]: the
-        reference logits, as exponents of 2.
-      totals: Likewise: sums of the probabilities.
-    """
+    """Gives `weigh` the probabilities of each tile, and stores how to combine them."""
     rows = problem.config.rows
     # Read where they are needed: they change seldom, and registers are short.
     s.peaks[0, :] = plgpu.layout_cast(jnp.full((rows,), LOWEST, jnp.float32), COLUMNS)
     total = plgpu.layout_cast(jnp.zeros((rows,), jnp.float32), COLUMNS)
 
-    total = score_tiles(problem, w, g, s, b, total, make_logits, _probabilities)
-    out = w.request, w.row_block, w.split
-    peaks[(*out, slice(None))] = load_columns(
-        s.peaks.at[0], interpret=problem.interpret
-    )
-    totals[(*out, slice(None))] = reduce_folded(
+    total = score_tiles(problem, w, g, s, b, total, _logits, _probabilities)
+    place = w.request, w.row_block, w.split, slice(None)
+    out.peaks[place] = load_columns(s.peaks.at[0], interpret=problem.interpret)
+    out.totals[place] = reduce_folded(
         total, "sum", s.scratch, interpret=problem.interpret
     )
 
@@ -86,7 +70,7 @@ def score_tiles[Kept](
 
     Args:
       kept: Of none.
-      logits: As `make_logits`.
+      logits: As `_logits`.
       probabilities: As `_probabilities`.
     """
 
@@ -112,28 +96,13 @@ def score_tiles[Kept](
     return kept
 
 
-def make_logits(problem: Problem, w: Work, s: Buffers, b: Barriers, i: Array) -> Array:
-    """Returns the logits of tile `i`, as exponents of 2.
-
-    Rows are on the axis that the config says, keys on the other.
-    """
-    rows, rows_axis = problem.config.rows, problem.config.rows_axis
-    shape = (rows, TILE) if rows_axis == 0 else (TILE, rows)
+def _logits(problem: Problem, w: Work, s: Buffers, b: Barriers, i: Array) -> Array:
+    """Returns the logits [keys, rows] of tile `i`, as exponents of 2."""
+    shape = TILE, problem.config.rows
     zero = hidden_zero(w.context_len + i)
 
     def accumulate(acc):
-        def add(queries, keys):
-            left, right = (queries, keys) if rows_axis == 0 else (keys, queries)
-            plgpu.wgmma(acc, left, right.T)
-
-        def chunk(c, _):
-            slot = slot_of(problem, i, c)
-            plgpu.barrier_wait(b.slot_full.at[slot])
-            add(s.q_latent.at[:, slot_columns(c)], s.ring.at[slot])
-
-        lax.fori_loop(zero, zero + problem.chunks, chunk, None)
-        plgpu.barrier_wait(b.rope_full)
-        add(s.q_rope, s.rope)
+        start_logits(problem, w, s, b, i, acc)
         if problem.interpret:
             return acc[...]
 
@@ -146,6 +115,31 @@ def make_logits(problem: Problem, w: Work, s: Buffers, b: Barriers, i: Array) ->
         acc = pl.run_state(accumulate)(plgpu.WGMMAAccumulatorRef.init(start))
     plgpu.barrier_arrive(b.rope_free)
     return acc * problem.log2_scale
+
+
+def start_logits(
+    problem: Problem, w: Work, s: Buffers, b: Any, i: Array, acc: Any
+) -> None:
+    """Starts the products of queries and keys of tile `i`, as they come.
+
+    Rows are on the axis that the config says, keys on the other.
+    """
+    zero = hidden_zero(w.context_len + i)
+
+    def add(queries, keys):
+        wide = problem.config.rows_axis == 0
+        left, right = (queries, keys) if wide else (keys, queries)
+        plgpu.wgmma(acc, left, right.T)
+
+    def chunk(c, _):
+        slot = slot_of(problem, i, c)
+        plgpu.barrier_wait(b.slot_full.at[slot])
+        add(s.q_latent.at[:, slot_columns(c)], s.ring.at[slot])
+
+    lax.fori_loop(zero, zero + problem.chunks, chunk, None)
+    plgpu.barrier_wait(b.rope_full.at[lax.rem(i, 2)])
+    # At a place that is not known before: else its address is kept in registers.
+    add(s.q_rope.at[zero], s.rope.at[zero])
 
 
 def _probabilities(

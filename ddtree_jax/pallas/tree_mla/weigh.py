@@ -13,11 +13,13 @@ from ddtree_jax.arrays import Array
 from ddtree_jax.pallas.tree_mla.block import (
     Barriers,
     Buffers,
+    Inputs,
+    Outputs,
     Problem,
     Work,
     slot_of,
 )
-from ddtree_jax.pallas.warpgroup import LAYOUT, hidden_zero, load_columns, relabel
+from ddtree_jax.pallas.warpgroup import hidden_zero, load_columns, relabel
 
 # Of a warpgroup in a slot.
 HALF = 64
@@ -27,32 +29,26 @@ type Numbered = Sequence[tuple[int | Array, Array]]
 
 
 def weigh(
-    problem: Problem, w: Work, s: Buffers, b: Barriers, half: Array, partial: Any
-) -> None:
-    """Sums this half of the latent columns over the block's tiles, and stores it."""
-    weigh_with(_product, LAYOUT, problem, w, s, b, half, partial)
-
-
-def weigh_with(
-    product: Callable[..., Sums],
-    layout: Any,
     problem: Problem,
     w: Work,
+    g: Inputs,
     s: Buffers,
     b: Barriers,
-    half: Array,
-    partial: Any,
+    out: Outputs,
+    *,
+    product: Callable[..., Sums],
+    layout: Any,
 ) -> None:
-    """Does what `weigh` does, with another product.
+    """Sums a half of the latent columns over the block's tiles, and stores it.
+
+    The first warpgroup scores, the second has the first half, the third the other.
 
     Args:
-      product: As `_product`.
+      product: As `add_product`.
       layout: Of the sums.
-      half: 0 or 1.
-      partial: Global memory of all splits, [B, row_blocks, splits, L / 64, 64 · rows]:
-        unnormalised sums, in the order of registers.
     """
     rows, chunks = problem.config.rows, problem.chunks
+    half = lax.axis_index("warpgroup") - 1
     zeros = plgpu.layout_cast(jnp.zeros((HALF, rows), jnp.float32), layout)
 
     def wait(i):
@@ -64,40 +60,17 @@ def weigh_with(
         lax.fori_loop(0, zero + chunks, arrived, None)
         plgpu.barrier_wait(b.probabilities_full)
 
-    def add(i, sums):
-        return product(problem, s, b, i, half, sums)
-
-    sums = sum_tiles(problem, w, s, layout, (zeros,) * chunks, wait, add)
-    numbered = [(chunk * 2 + half, x) for chunk, x in enumerate(sums)]
-    store_sums(problem, w, layout, numbered, partial)
-
-
-def sum_tiles(
-    problem: Problem,
-    w: Work,
-    s: Buffers,
-    layout: Any,
-    sums: Sums,
-    wait: Callable[[Array], None],
-    add: Callable[[Array, Sums], Sums],
-) -> Sums:
-    """Returns the sums over the block's tiles.
-
-    Args:
-      layout: Of the sums.
-      sums: Of none.
-      wait: Waits until a tile and its P are there.
-      add: Returns sums with a tile added.
-    """
-
     def tile(i, sums):
         wait(i)
         parity = lax.rem(i, 2)
         grew = (s.grew[parity] > 0) & (i > 0)
-        scaled = functools.partial(_scaled, problem, s, parity, layout)
-        return add(i, lax.cond(grew, scaled, _same, *sums))
+        grown = functools.partial(scaled, problem, s, parity, layout)
+        sums = lax.cond(grew, grown, lambda sums: sums, sums)
+        return product(problem, s, b, i, half, sums)
 
-    return lax.fori_loop(0, w.tiles, tile, sums)
+    sums = lax.fori_loop(0, w.tiles, tile, (zeros,) * chunks)
+    numbered = [(chunk * 2 + half, x) for chunk, x in enumerate(sums)]
+    store_sums(problem, w, layout, numbered, out.partial)
 
 
 def store_sums(
@@ -106,8 +79,10 @@ def store_sums(
     """Stores sums [64, rows or latent columns], if there is any tile.
 
     Args:
+      layout: Of the sums.
       sums: Each after the number of its 64 latent columns.
-      partial: As of `weigh_with`.
+      partial: Global memory of all splits, [B, row_blocks, splits, L / 64, 64 · rows]:
+        unnormalised sums, in the order of registers.
     """
 
     @pl.when(w.tiles > 0)
@@ -122,13 +97,14 @@ def store_sums(
             out[number, :] = flat
 
 
-def _same(*sums: Array) -> Sums:
-    return sums
-
-
-def _scaled(
-    problem: Problem, s: Buffers, parity: Array, layout: Any, *sums: Array
+def scaled(
+    problem: Problem, s: Buffers, parity: int | Array, layout: Any, sums: Sums
 ) -> Sums:
+    """Returns sums times the growth of the tiles of a parity.
+
+    Args:
+      layout: Of the sums.
+    """
     growth = load_columns(
         s.growth.at[parity],
         layout=layout.reduce(1 - problem.config.rows_axis),
@@ -137,7 +113,9 @@ def _scaled(
     return tuple(x * problem.spread(growth, x.shape) for x in sums)
 
 
-def _product(problem: Problem, s: Buffers, b: Barriers, i: Array, half: Array, sums):
+def add_product(
+    problem: Problem, s: Buffers, b: Barriers, i: Array, half: Array, sums: Sums
+) -> Sums:
     """Returns the sums with tile `i` added; frees its slots one by one, and P."""
     columns = pl.ds(pl.multiple_of(half * HALF, HALF), HALF)
     slots = [slot_of(problem, i, chunk) for chunk in range(problem.chunks)]

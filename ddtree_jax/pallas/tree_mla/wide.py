@@ -1,34 +1,79 @@
-"""Owns Hopper's kernel for many rows: as `attend.py`, not transposed.
+"""Owns Hopper's kernel for many rows: as `transposed.py`, the other way round.
 
 Query rows are the 64-row operand of `wgmma`, so a block has 64 of them, however many
-are used. What that buys: a thread has two rows, so it keeps a reference and a sum for
-each in registers, and a maximum over keys is found within four lanes.
+are used. What that buys: a thread has two rows, so a maximum over keys is found within
+four lanes.
 
-    score   S = Q Kᵀ, masks, P = 2^(S - m)
-    weigh   O += P V     two of them, each every other slot of a tile
+Two warpgroups take turns at tiles, see `turns.py`; one warp of a third loads, and asks
+the second-level cache for tiles before the ring has room for them.
 
-A reference is raised only for the rows that need it, so what a row gets does not
-depend on the other rows of its block.
-
-Making the next tile's logits beside the softmax of this one, as FlashAttention-3 does,
-was slower: products of `weigh` keep the tensor cores busy, and a tile that is waited
-for early is not there earlier.
-
-Source: as `attend.py`; queries as the 64-row operand are FlashMLA's.
+Source: queries as the 64-row operand are FlashMLA's, and so are the turns.
 """
 
 import functools
+from typing import Any
 
-from ddtree_jax.pallas.tree_mla.attend import HOPPER
-from ddtree_jax.pallas.tree_mla.block import barriers
-from ddtree_jax.pallas.tree_mla.wide_score import score
-from ddtree_jax.pallas.tree_mla.wide_weigh import weigh
+from jax import numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-VARIANT = HOPPER._replace(
+from ddtree_jax.pallas.tree_mla import block
+from ddtree_jax.pallas.tree_mla.attend import Variant
+from ddtree_jax.pallas.tree_mla.block import Buffers, Problem, swizzled
+from ddtree_jax.pallas.tree_mla.config import SLOT_COLUMNS, TILE
+from ddtree_jax.pallas.tree_mla.turns import TurnBarriers, take_turns
+
+
+def _scratch(problem: Problem) -> tuple[Any, ...]:
+    """Returns the shared memory of a block, of which each starts at 1,024 bytes."""
+    rows, slots = problem.config.rows, problem.config.slots
+    return (
+        swizzled(rows, problem.latent),
+        swizzled(1, rows, problem.rope),
+        swizzled(slots, TILE, SLOT_COLUMNS),
+        swizzled(1, TILE, problem.rope),
+        swizzled(2, rows, TILE),
+        plgpu.SMEM((4, rows), jnp.float32),
+        plgpu.SMEM((3, rows), jnp.int32),
+    )
+
+
+def _buffers(q_latent, q_rope, ring, rope, probabilities, vectors, words) -> Buffers:
+    """Returns the buffers by name; arrays of one element a row share memory."""
+    return Buffers(
+        q_latent=q_latent,
+        q_rope=q_rope,
+        ring=ring,
+        rope=rope,
+        probabilities=probabilities,
+        peaks=vectors.at[pl.ds(0, 1)],
+        growth=vectors.at[pl.ds(1, 2)],
+        grew=words.at[2],
+        words=words.at[pl.ds(0, 2)],
+        scratch=vectors.at[3],
+    )
+
+
+def _barriers(problem: Problem) -> TurnBarriers:
+    """Returns the barriers of a block."""
+    loading = block.barriers(problem, slot_readers=1)
+    return TurnBarriers(
+        queries=loading.queries,
+        slot_full=loading.slot_full,
+        slot_free=loading.slot_free,
+        rope_full=loading.rope_full,
+        rope_free=loading.rope_free,
+        probabilities_full=plgpu.Barrier(num_barriers=2),
+        totals_full=plgpu.Barrier(),
+    )
+
+
+VARIANT = Variant(
     name="tree_mla_attend_wide",
-    score=score,
-    weigh=weigh,
-    barriers=functools.partial(barriers, slot_readers=1),
-    registers=(160, 160, 32),
+    roles=tuple(functools.partial(take_turns, number) for number in range(2)),
+    scratch=_scratch,
+    buffers=_buffers,
+    barriers=_barriers,
+    registers=(240, 240, 24),
     options={"reduction_scratch_bytes": 0},
 )

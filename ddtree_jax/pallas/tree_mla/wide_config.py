@@ -3,7 +3,7 @@
 import dataclasses
 from typing import ClassVar
 
-from ddtree_jax.pallas.tree_mla.config import TreeMlaConfig, choose
+from ddtree_jax.pallas.tree_mla.config import SLOT_COLUMNS, TreeMlaConfig, choose
 
 # Of every block: they are the 64-row operand of `wgmma`.
 ROWS = 64
@@ -11,9 +11,10 @@ ROWS = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TreeMlaWideConfig(TreeMlaConfig):
-    """How one call is cut, for Hopper's kernel of many rows."""
+    """How one call is cut, for Hopper's kernel of many rows; slots are two tiles."""
 
     rows_axis: ClassVar[int] = 0
+    tiles_ahead: ClassVar[int] = 2
 
 
 def choose_wide(
@@ -29,4 +30,5 @@ def choose_wide(
         cores=cores,
         max_rows=ROWS,
     )
-    return TreeMlaWideConfig(**dataclasses.asdict(cut))
+    slots = 2 * latent // SLOT_COLUMNS
+    return TreeMlaWideConfig(**dataclasses.asdict(cut) | {"slots": slots})
