@@ -36,8 +36,8 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 LAYERS, PAGES, TABLE = 61, 2_000, 1_200
 LATENT, ROPE = 512, 64
-# What four warpgroups can have of a multiprocessor's 65,536.
-MAX_REGISTERS = 128
+# What four warpgroups can have of a multiprocessor's 65,536, and three.
+MAX_REGISTERS, MAX_REGISTERS_OF_THREE = 128, 168
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,10 +137,13 @@ HOPPER = {
 
 def assert_within_an_h200(kernels, attend: str, bucket: Bucket) -> None:
     assert set(kernels) == {attend, "tree_mla_combine"}
+    wide = attend == "tree_mla_attend_wide"
     for name, kernel in kernels.items():
-        assert 0 < kernel.registers <= MAX_REGISTERS, name
+        three = wide and name == attend
+        most = MAX_REGISTERS_OF_THREE if three else MAX_REGISTERS
+        assert 0 < kernel.registers <= most, name
         assert 0 < kernel.shared_memory <= 232_448, name
-    spilling = attend == "tree_mla_attend_wide" or bucket.rows >= 72
+    spilling = wide or bucket.rows >= 72
     assert kernels[attend].spill_stores <= (SPILLS[attend] if spilling else 0)
     assert kernels["tree_mla_combine"].spill_stores == 0
     assert kernels["tree_mla_combine"].spill_loads == 0
