@@ -99,7 +99,7 @@ def int4_table(results: Path) -> str:
 
 
 def agreement_table(results: Path) -> str:
-    """Returns how far greedy text in bfloat16 agrees with float32, per pair of texts."""
+    """Returns how far greedy text in bfloat16 agrees with that of float32."""
     parts = []
     for path in sorted(results.glob("agreement-*.json")):
         record = read_record(path)
