@@ -65,27 +65,24 @@ def acceptance_table(results: Path) -> str:
 
 def tree_build_table(results: Path) -> str:
     """Returns the builder's times on every device it was measured on."""
-    paths = sorted(results.glob("tree_build-*.json"))
-    if not paths:
-        return "The tree builder has not been timed yet."
-    parts = []
-    for path in paths:
-        record = read_record(path)
-        lines = [
+
+    def head(record):
+        return (
             f"{_origin(record)}; one request, microseconds:",
-            "",
             "| horizon | budget | kept | builder | median | p10 | p90 |",
             "|---:|---:|---:|---|---:|---:|---:|",
-        ]
-        for row in record["rows"]:
-            case = row["case"]
-            lines.append(
-                f"| {case['horizon']} | {case['budget']} | {case['vocab']} "
-                f"| {case['implementation']} | {row['us']:.0f} | {row['p10']:.0f} "
-                f"| {row['p90']:.0f} |"
-            )
-        parts.append("\n".join(lines))
-    return "\n\n".join(parts)
+        )
+
+    def line(row):
+        case = row["case"]
+        return (
+            f"| {case['horizon']} | {case['budget']} | {case['vocab']} "
+            f"| {case['implementation']} | {row['us']:.0f} | {row['p10']:.0f} "
+            f"| {row['p90']:.0f} |"
+        )
+
+    tables = _tables(results, "tree_build", head, line)
+    return tables or "The tree builder has not been timed yet."
 
 
 def tree_mla_table(results: Path) -> str:
@@ -100,22 +97,20 @@ def int4_table(results: Path) -> str:
 
 def agreement_table(results: Path) -> str:
     """Returns how far greedy text in bfloat16 agrees with that of float32."""
-    parts = []
-    for path in sorted(results.glob("agreement-*.json")):
-        record = read_record(path)
-        margins = record["float32_margins"]
-        lines = [
-            f"{_origin(record)}; {margins['near_ties']:.0%} of the places of the "
-            "float32 texts are near-ties:",
-            "",
+
+    def head(record):
+        near_ties = record["float32_margins"]["near_ties"]
+        return (
+            f"{_origin(record)}; {near_ties:.0%} of the places of the float32 texts "
+            "are near-ties:",
             "| model | tested | against | budget | texts that differ "
             "| differences in 1,000 tokens | margin: median | largest "
             "| beyond near-ties |",
             "|---|---|---|---:|---:|---:|---:|---:|---:|",
-        ]
-        lines += map(_agreement_line, record["rows"])
-        parts.append("\n".join(lines))
-    return "\n\n".join(parts) or "Agreement has not been measured yet."
+        )
+
+    tables = _tables(results, "agreement", head, _agreement_line)
+    return tables or "Agreement has not been measured yet."
 
 
 def _agreement_line(row: dict) -> str:
@@ -133,19 +128,17 @@ def _agreement_line(row: dict) -> str:
 
 def convert_table(results: Path) -> str:
     """Returns how fast checkpoints are converted, beside `cp`, and restored."""
-    parts = []
-    for path in sorted(results.glob("convert-*.json")):
-        record = read_record(path)
-        lines = [
+
+    def head(record):
+        return (
             f"{_origin(record)}:",
-            "",
             "| from | to | GB | page cache | GB/s | of `cp` (repeats) "
             "| peak memory, GB |",
             "|---|---|---:|---|---:|---|---:|",
-        ]
-        lines += map(_convert_line, record["rows"])
-        parts.append("\n".join(lines))
-    return "\n\n".join(parts) or "Conversion has not been timed yet."
+        )
+
+    tables = _tables(results, "convert", head, _convert_line)
+    return tables or "Conversion has not been timed yet."
 
 
 def _convert_line(row: dict) -> str:
@@ -158,6 +151,26 @@ def _convert_line(row: dict) -> str:
         f"| {case.get('cache', '–')} | {row['gbps']:.2f} | {of_cp} "
         f"| {row['peak_rss_mb'] / 1e3:.1f} |"
     )
+
+
+def _tables(
+    results: Path,
+    topic: str,
+    head: Callable[[Record], tuple[str, str, str]],
+    line: Callable[[dict], str],
+) -> str:
+    """Returns a table a record of a topic.
+
+    Args:
+      head: Returns what is said above the table, and its first two lines.
+      line: Returns a row's line.
+    """
+    parts = []
+    for path in sorted(results.glob(f"{topic}-*.json")):
+        record = read_record(path)
+        above, *names = head(record)
+        parts.append("\n".join([above, "", *names, *map(line, record["rows"])]))
+    return "\n\n".join(parts)
 
 
 def _kernel_table(results: Path, topic: str, rows: Callable[[Record], str]) -> str:
