@@ -124,7 +124,7 @@ def compiled(target: str, bucket: Bucket, implementation: str = "pallas"):
 
 # Bytes of a thread's registers that `attend` may store to memory. With blocks of 72
 # rows `score` holds 64 × 72 logits in 128 threads; with fewer rows it has none. In the
-# wide one it is what masks need, once a block, and a loop reads two of them a tile.
+# wide one it is what masks need, once a block, and a loop reads two or three a tile.
 SPILLS = {"tree_mla_attend": 136, "tree_mla_attend_wide": 96}
 
 

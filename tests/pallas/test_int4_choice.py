@@ -54,7 +54,7 @@ ENTRIES = [
 
 
 on_a_cpu = pytest.mark.skipif(
-    jax.default_backend() != "cpu", reason="on a GPU test_int4_kimi tests the kernels"
+    jax.default_backend() != "cpu", reason="runs on a CPU: scripts/test tests/pallas"
 )
 
 

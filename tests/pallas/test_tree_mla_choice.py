@@ -68,6 +68,21 @@ def test_pallas_is_refused_without_a_gpu(monkeypatch):
         )
 
 
+def test_a_ring_that_is_not_two_tiles_is_refused_by_the_wide_kernel():
+    config = choose_wide(
+        batch=1, rows=1, latent=CASE.latent, rope=CASE.rope, max_tiles=2, cores=132
+    )
+    arrays, _ = make(CASE, np.random.default_rng(1), dtype=ml_dtypes.bfloat16)
+    positional, keywords = split_arguments(arrays)
+    with pytest.raises(ValueError, match="ring of 3 slots; expected two tiles, 2"):
+        kernel.tree_mla_attention_pallas(
+            *positional,
+            **keywords,
+            softmax_scale=0.1,
+            config=dataclasses.replace(config, slots=3),
+        )
+
+
 @pytest.mark.parametrize(
     ("batch", "rows", "max_tiles", "want"),
     [

@@ -100,13 +100,15 @@ def attend(
                 plgpu.set_max_registers(mine, action=action)
             role(problem, w, inputs, s, b, outputs)
 
-        # Warpgroups that do the same run the same instructions.
-        last = {role: number for number, role in enumerate([*variant.roles, loader])}
+        roles = [*variant.roles, loader]
+        start = functools.partial(run, len(variant.roles), loader)
         # Each in the other branch of the one before: what conditions one after
         # another ask would take registers.
-        *first, start = (functools.partial(run, n, role) for role, n in last.items())
-        for number, this in reversed([*zip(last.values(), first, strict=False)]):
-            start = functools.partial(lax.cond, warpgroup <= number, this, start)
+        for number, role in reversed([*enumerate(variant.roles)]):
+            # Warpgroups that do the same run the same instructions.
+            if role is not roles[number + 1]:
+                this = functools.partial(run, number, role)
+                start = functools.partial(lax.cond, warpgroup <= number, this, start)
         start()
 
     kernel = plgpu.kernel(

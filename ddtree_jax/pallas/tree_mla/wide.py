@@ -25,8 +25,17 @@ from ddtree_jax.pallas.tree_mla.turns import TurnBarriers, take_turns
 
 
 def _scratch(problem: Problem) -> tuple[Any, ...]:
-    """Returns the shared memory of a block, of which each starts at 1,024 bytes."""
+    """Returns the shared memory of a block, of which each starts at 1,024 bytes.
+
+    Raises:
+      ValueError: The ring is not two tiles: a warpgroup would wait for ever.
+    """
     rows, slots = problem.config.rows, problem.config.slots
+    if slots != 2 * problem.chunks:
+        raise ValueError(
+            f"tree_mla_attention: the wide kernel got a ring of {slots} slots; "
+            f"expected two tiles, {2 * problem.chunks}"
+        )
     return (
         swizzled(rows, problem.latent),
         swizzled(1, rows, problem.rope),

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import ClassVar
 
-from ddtree_jax.pallas.tree_mla.config import SLOT_COLUMNS, TreeMlaConfig, choose
+from ddtree_jax.pallas.tree_mla.config import TreeMlaConfig, choose
 
 # Of every block: they are the 64-row operand of `wgmma`.
 ROWS = 64
@@ -30,5 +30,4 @@ def choose_wide(
         cores=cores,
         max_rows=ROWS,
     )
-    slots = 2 * latent // SLOT_COLUMNS
-    return TreeMlaWideConfig(**dataclasses.asdict(cut) | {"slots": slots})
+    return TreeMlaWideConfig(**dataclasses.asdict(cut))
